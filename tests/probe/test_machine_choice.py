@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -109,6 +110,30 @@ def test_the_gpu_that_torch_uses_comes_first(discovered: Discovered) -> None:
     discovered(two, torch_gpu=1)
 
     assert [gpu.uuid for gpu in this_machine().machine.gpus] == ["GPU-b", "GPU-a"]
+
+
+def test_gpus_are_in_the_order_of_torch_whose_first_ones_the_ranks_use(
+    discovered: Discovered, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    gpus = tuple(
+        replace(H200.gpus[0], index=i, uuid=f"GPU-{name}") for i, name in enumerate("abcd")
+    )
+    discovered(replace(unmeasured(), gpus=gpus), torch_gpu=0)
+    seen = ["c", "a", "d"]  # CUDA_VISIBLE_DEVICES=2,0,3
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(seen))
+
+    def properties(device: Any) -> Any:
+        ordinal = device if isinstance(device, int) else device.index or 0
+        return SimpleNamespace(uuid=seen[ordinal], total_memory=1, major=9, minor=0)
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+
+    found = [gpu.uuid for gpu in this_machine().machine.gpus]
+    assert found == ["GPU-c", "GPU-a", "GPU-d", "GPU-b"], "what torch does not list comes last"
+    other = [gpu.uuid for gpu in this_machine("cuda:1").machine.gpus]
+    assert other == ["GPU-a", "GPU-c", "GPU-d", "GPU-b"]
 
 
 def test_without_a_gpu_plan_uses_the_default_preset_and_says_what_train_does(

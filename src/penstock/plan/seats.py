@@ -18,8 +18,8 @@ from penstock.plan.placement import BlockPlacement, Home, Placement, Share
 from penstock.plan.staging import nearest_dram_node
 
 ALIKE = 0.05
-"""Relative difference in capacity up to which two CXL cards count as alike. The kernel keeps up to a
-few percent of each for itself."""
+"""Relative difference in capacity up to which two CXL cards count as alike: the kernel keeps a few
+percent of each for itself."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

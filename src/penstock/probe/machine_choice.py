@@ -63,7 +63,7 @@ def this_machine(device: str | None = None, paths: Iterable[str] = ()) -> Target
         )
     if not machine.gpus:
         raise EngineError("device='cuda' was requested, but the driver reports no GPU")
-    machine = _with_torch_gpu_first(machine, device)
+    machine = _in_torch_order(machine, device)
     kernels = runs_kernels(machine) and importlib.util.find_spec("triton") is not None
     return TargetMachine(machine=machine, kernels=kernels, is_here=True, remark=remark)
 
@@ -123,21 +123,29 @@ def _has_usable_gpu(machine: Machine) -> bool:
     return torch.cuda.is_available()
 
 
-def _with_torch_gpu_first(machine: Machine, device: str | None) -> Machine:
-    """Return the machine with the GPU that torch computes on as its first GPU.
+def _in_torch_order(machine: Machine, device: str | None) -> Machine:
+    """Return the machine with its GPUs in torch's order, the one that computes first.
 
     The driver lists GPUs in PCI bus order, and torch in an order that CUDA_VISIBLE_DEVICES and
-    CUDA_DEVICE_ORDER can change.
+    CUDA_DEVICE_ORDER can change. Several ranks use torch's first GPUs, one each. GPUs that torch
+    does not list come last.
     """
     import torch
 
     if not torch.cuda.is_available():  # the engine reports this when it opens the device
         return machine
     seen = torch.cuda.get_device_properties(torch.device(device or "cuda"))
-    uuid = str(getattr(seen, "uuid", "") or "")
-    used = next((gpu for gpu in machine.gpus if uuid and gpu.uuid.endswith(uuid)), machine.gpus[0])
-    others = tuple(gpu for gpu in machine.gpus if gpu is not used)
-    return replace(machine, gpus=(_complete(used, seen), *others))
+    others = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    left, ordered = list(machine.gpus), []
+    for each in (seen, *others):
+        uuid = str(getattr(each, "uuid", "") or "")
+        known = next((gpu for gpu in left if uuid and gpu.uuid.endswith(uuid)), None)
+        if known is None and each is seen:
+            known = left[0]
+        if known is not None:
+            left.remove(known)
+            ordered.append(_complete(known, each))
+    return replace(machine, gpus=(*ordered, *left))
 
 
 def _complete(gpu: Gpu, seen: Any) -> Gpu:
