@@ -9,7 +9,7 @@ working memory that is estimated from the model's sizes.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -79,9 +79,11 @@ def measure(case: Case, alone: float | None) -> dict[str, Any]:
     }
 
 
-def scaling(name: str, machine: Machine, **of: Any) -> Iterator[dict[str, Any]]:
-    """Yield rows for both models, both numbers of tokens and all numbers of GPUs."""
-    for model in MODELS.values():
+def scaling(
+    name: str, machine: Machine, models: Sequence[str] = tuple(MODELS.values()), **of: Any
+) -> Iterator[dict[str, Any]]:
+    """Yield rows for the models, both numbers of tokens and all numbers of GPUs."""
+    for model in models:
         for tokens in TOKENS.values():
             alone: float | None = None
             for gpus in GPUS:
@@ -174,6 +176,7 @@ def machines() -> Iterator[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--save", action="store_true", help="write a file to bench/results")
+    parser.add_argument("--group", help="only expected, machines, presets or more-dram")
     chosen = parser.parse_args()
     rows: list[dict[str, Any]] = []
     board, server = preset("board-8x4090"), preset("server-8xh100")
@@ -188,12 +191,19 @@ def main() -> None:
             "presets",
             scaling("server-8xh100, 32 GiB, shared", server, transport="shared", budgets=small),
         ),
+        (
+            "more-dram",
+            scaling(
+                "board-8x4090, 1.2 TiB of DRAM", board, [MODELS["70B"]], budgets={"dram": "1200GiB"}
+            ),
+        ),
     ):
-        for row in made:
+        for row in made if chosen.group in (None, group) else ():
             rows.append({"group": group} | row)
             print(show(row), flush=True)
     if chosen.save:
-        print(save("plan-scaling", {"context": CONTEXT, "rows": rows}))
+        name = f"plan-scaling-{chosen.group}" if chosen.group else "plan-scaling"
+        print(save(name, {"context": CONTEXT, "rows": rows}))
 
 
 def show(row: Mapping[str, Any]) -> str:
