@@ -68,7 +68,7 @@ def test_json_has_stable_keys(penstock: Callable[..., Result]) -> None:
 
     assert list(found) == ["feasible", "tiers", "step_seconds", "tokens_per_second", "bound_by",
                            "bytes_per_parameter", "phases", "working_memory", "host",
-                           "not_trainable"]  # fmt: skip
+                           "ranks", "not_trainable"]  # fmt: skip
     assert list(found["tiers"]) == ["hbm", "dram", "cxl", "nvme"]
     assert all(list(tier) == ["budget", "at_rest", "peak"] for tier in found["tiers"].values())
     assert found["feasible"] is True

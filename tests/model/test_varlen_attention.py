@@ -84,12 +84,13 @@ def test_the_operation_matches_its_registration(window: int, cap: float) -> None
         for t in make_inputs()
     ]
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
-    given = (*flat, *flatten_bounds(BOUNDS, CPU), 0.5, window, cap)
+    spans = flatten_bounds(BOUNDS, CPU).spans
+    given = (*flat, spans, 0.5, window, cap)
 
     torch.library.opcheck(varlen_attention._forward, given, test_utils=checks)
     out, sums = (t.detach() for t in varlen_attention._forward(*given))
     bare = [t.detach() for t in flat]
-    back = (torch.ones_like(out), *bare, out, sums, *flatten_bounds(BOUNDS, CPU), 0.5, window, cap)
+    back = (torch.ones_like(out), *bare, out, sums, spans, 0.5, window, cap)
     torch.library.opcheck(varlen_attention._backward, back, test_utils=checks[:2])
 
 

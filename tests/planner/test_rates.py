@@ -34,7 +34,7 @@ def test_every_preset_loads_names_its_source_and_can_be_planned_for() -> None:
         assert preset(name).made.by
         assert Rates.of(preset(name)).block_flops > 0
     with pytest.raises(
-        MachineError, match="there is no preset 'laptop'; the presets are cxl-paper-1"
+        MachineError, match="there is no preset 'laptop'; the presets are board-8x4090, cxl-paper-1"
     ):
         preset("laptop")
 

@@ -50,19 +50,18 @@ def test_the_best_model_is_kept_and_the_hub_layout_holds_only_the_model(
 
 
 def test_a_resumed_run_compares_with_the_best_so_far(tmp_path: Path) -> None:
-    class Writer:
-        def write(self, folder: Path, *, optimizer: bool) -> None:
-            assert not optimizer
-            (folder / "model.safetensors").write_text("weights")
-
     class Saver:
         out, model_nbytes = tmp_path, 1
 
         def find_directory(self) -> None:
             return
 
+        def write_tensors(self, folder: Path, *, optimizer: bool) -> None:
+            assert not optimizer
+            (folder / "model.safetensors").write_text("weights")
+
     def best() -> BestModel:
-        return BestModel(Writer(), Saver())  # type: ignore[arg-type]
+        return BestModel(Saver())  # type: ignore[arg-type]
 
     assert best().offer(3, float("nan")) is None
     assert best().offer(3, 2.0) == tmp_path / "best"
