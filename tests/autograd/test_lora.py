@@ -30,6 +30,7 @@ def dpo_loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return -functional.logsigmoid(0.1 * margin).mean()
 
 
+@pytest.mark.long
 def test_dpo_with_adapters_off_as_the_reference_equals_plain_torch() -> None:
     plain = adapted()
     trained = [p for p in plain.parameters() if p.requires_grad]

@@ -67,7 +67,14 @@ def kl_loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return (kl.sum(-1) * batch["attention_mask"]).mean()
 
 
-@pytest.mark.parametrize("loss_of", [z_loss, dpo_loss, kl_loss])
+@pytest.mark.parametrize(
+    "loss_of",
+    [
+        z_loss,
+        pytest.param(dpo_loss, marks=pytest.mark.long),
+        pytest.param(kl_loss, marks=pytest.mark.long),
+    ],
+)
 def test_twenty_steps_of_a_custom_loss_equal_plain_torch(loss_of: Callable[..., Any]) -> None:
     plain = plain_model(tiny_config("llama"), torch.float32)
     torch_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, weight_decay=0.01)
