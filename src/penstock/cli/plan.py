@@ -23,13 +23,14 @@ from penstock.cli.flags import (
 )
 from penstock.cli.output import AsJson, print_errors, progress_bar
 from penstock.cli.scaling import ScalingRow, scaling_note, scaling_rows, scaling_table
-from penstock.errors import InfeasibleError, PlanError, SettingsError
+from penstock.errors import InfeasibleError, MachineError, PlanError, SettingsError
 from penstock.model.freeze import check_freeze
 from penstock.plan.budget import tier_capacity
 from penstock.plan.memory_interpolation import interpolated
 from penstock.planner.advice import Advice, BudgetPoint, WhatIf, advise, plot, vary
 from penstock.planner.plan_view import explain, infeasible_json, plan_json, plan_view
 from penstock.probe.machine_choice import THIS, machine_to_plan_for
+from penstock.records import named_by
 from penstock.settings import Layer, Settings, merge_layers, read_yaml
 from penstock.tiers import Tier
 from penstock.units import format_bytes, format_seconds, parse_memory
@@ -84,13 +85,14 @@ def plan_command(**flags: Any) -> None:
     def request_for(chosen: Settings, of: int | None = machines) -> PlanRequest:
         return plan_request(inventory, chosen, target, config=config, steps=steps, machines=of)
 
-    if len(counts) > 1:
-        output.show_rows(console, _scaling_rows(settings, counts, request_for, machines, note))
-    else:
-        request = request_for(settings)
-        for remark in request.remarks:
-            note(remark)
-        output.show(console, request)
+    with named_by(name or THIS, MachineError):  # what a plan needs of the machine may be missing
+        if len(counts) > 1:
+            output.show_rows(console, _scaling_rows(settings, counts, request_for, machines, note))
+        else:
+            request = request_for(settings)
+            for remark in request.remarks:
+                note(remark)
+            output.show(console, request)
     if inventory.not_trainable:  # after the plan, which says so
         raise typer.Exit(1)
 

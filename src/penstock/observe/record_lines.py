@@ -38,7 +38,7 @@ def parse_line(kind: type[T], text: str) -> T | None:
     try:
         data = json.loads(text, parse_constant=_reject_constant)
         record = _PARSERS[kind](data)
-    except (ValueError, TypeError, AttributeError, KeyError):
+    except (ValueError, TypeError, AttributeError, KeyError, OverflowError):
         return None
     assert isinstance(record, kind)
     return record
