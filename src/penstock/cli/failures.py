@@ -1,4 +1,4 @@
-"""Tell the user why a command failed, and which exit code that has."""
+"""Describe why a command failed, and choose its exit code."""
 
 from __future__ import annotations
 

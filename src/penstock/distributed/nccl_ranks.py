@@ -1,6 +1,6 @@
 """Ranks whose GPUs reach each other, on torch.distributed with NCCL.
 
-Weights and gradients pass between GPUs by NCCL. What is in host memory passes by gloo next to it.
+NCCL carries weights and gradients between GPUs. A gloo group carries data in host memory.
 
 NCCL calls are issued on the current CUDA stream, that of the lane `ranks`, and return at once. One
 communicator makes all of them in the order of the schedule, which is the same on all ranks: several

@@ -89,7 +89,7 @@ def connect_ranks(
 
 
 def machine_identity() -> str:
-    """Return what is equal for two processes that can reach each other by an abstract Unix name.
+    """Return an identifier that processes share if abstract Unix sockets connect them.
 
     Containers on one machine have networks of their own, and count as machines of their own.
     """
