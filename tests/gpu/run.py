@@ -35,7 +35,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 LOGS = ROOT / "build/gpu-tests"
 
-ALLOWED_SKIPS = ("needs a GPU of 24 GiB or more",)
+ALLOWED_SKIPS = ("needs a GPU of 24 GiB or more", "TRL is not installed")
 """Reasons (regular expressions) for which a test may be skipped on a machine with a GPU. Any other
 skip is an error: a test that never runs shows nothing."""
 

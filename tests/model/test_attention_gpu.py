@@ -143,7 +143,9 @@ def test_the_backward_allocates_what_is_stated() -> None:
         del made
         warm_up_autograd(cuda())  # the backward thread may hold them until its next pass
     stated = results + attention_workspace_nbytes(tokens=rows * length, heads=heads)
-    assert stated <= extra <= stated + 4 * 512  # the allocator rounds up
+    # `before` may count the one block of 512 bytes that the warm-up leaves with the backward thread,
+    # which frees it when the pass starts. The allocator rounds each of four tensors up.
+    assert stated - 512 <= extra <= stated + 4 * 512
 
 
 @pytest.mark.parametrize("window", [None, 300])

@@ -124,8 +124,7 @@ def test_gpus_are_in_the_order_of_torch_whose_first_ones_the_ranks_use(
     seen = ["c", "a", "d"]  # CUDA_VISIBLE_DEVICES=2,0,3
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(seen))
 
-    def properties(device: Any) -> Any:
-        ordinal = device if isinstance(device, int) else device.index or 0
+    def properties(ordinal: int) -> Any:
         return SimpleNamespace(uuid=seen[ordinal], total_memory=1, major=9, minor=0)
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)

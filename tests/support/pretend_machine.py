@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from dataclasses import replace
 from types import SimpleNamespace
@@ -33,8 +34,10 @@ def pretend_to_be(
         paths = {s.path: s for s in machine.storage}
         return replace(machine, storage=tuple(paths[path] for path in storage))
 
-    def properties(_: object = None) -> Any:
+    @functools.cache  # as in torch, which returns the same object for the same GPU
+    def properties(ordinal: int) -> Any:
         assert torch_gpu is not None
+        assert ordinal == 0, "torch lists one GPU"
         gpu = machine.gpus[torch_gpu]
         major, minor = gpu.capability_numbers or (9, 0)
         uuid = gpu.uuid.removeprefix("GPU-")
@@ -45,6 +48,8 @@ def pretend_to_be(
 
     monkeypatch.setattr(penstock.machine.discovery, "discover", discover)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: torch_gpu is not None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: int(torch_gpu is not None))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
     monkeypatch.setattr(importlib.util, "find_spec", find_spec)
 

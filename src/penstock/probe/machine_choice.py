@@ -134,17 +134,19 @@ def _in_torch_order(machine: Machine, device: str | None) -> Machine:
 
     if not torch.cuda.is_available():  # the engine reports this when it opens the device
         return machine
-    seen = torch.cuda.get_device_properties(torch.device(device or "cuda"))
-    others = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    used = torch.device(device or "cuda").index
+    first = torch.cuda.current_device() if used is None else used
+    count = torch.cuda.device_count()
     left, ordered = list(machine.gpus), []
-    for each in (seen, *others):
-        uuid = str(getattr(each, "uuid", "") or "")
+    for ordinal in (first, *(i for i in range(count) if i != first)):
+        seen = torch.cuda.get_device_properties(ordinal)
+        uuid = str(getattr(seen, "uuid", "") or "")
         known = next((gpu for gpu in left if uuid and gpu.uuid.endswith(uuid)), None)
-        if known is None and each is seen:
+        if known is None and ordinal == first:
             known = left[0]
         if known is not None:
             left.remove(known)
-            ordered.append(_complete(known, each))
+            ordered.append(_complete(known, seen))
     return replace(machine, gpus=(*ordered, *left))
 
 
