@@ -241,6 +241,40 @@ def test_a_result_that_is_not_a_number_is_a_difference() -> None:
     assert module.first_difference(nothing, one, one, 2.0**-8) is not None
 
 
+def results(gradient: torch.Tensor, decay: float = 0.0) -> Any:
+    """A gradient, and an update by its sign, as AdamW's is where epsilon is small."""
+    update = -gradient.sign() - decay
+    kinds = {"loss": torch.tensor(1.0), "gradient": gradient, "update": update}
+    return {module.Quantity(kind, "w", 1): tensor for kind, tensor in kinds.items()}
+
+
+def test_an_update_may_turn_where_rounding_decides_the_sign_of_the_gradient() -> None:
+    unit, gradient = 2.0**-8, torch.linspace(1.0, 2.0, 64)
+    gradient[3] = 1e-4
+    rounded = gradient * (1 + 1e-3)
+    turned = gradient.clone()
+    turned[3] = -1e-4
+
+    assert (
+        module.first_difference(results(turned), results(gradient), results(rounded), unit) is None
+    )
+    sure, wrong = results(gradient), results(gradient)
+    wrong[module.Quantity("update", "w", 1)][5] *= -1  # of a gradient far from zero
+    found = module.first_difference(wrong, sure, results(rounded), unit)
+    assert found is not None
+    assert found.quantity.kind == "update"
+
+
+def test_an_update_without_a_gradient_is_compared() -> None:
+    """The weights of tokens that do not occur have no gradient, and still decay."""
+    unit, gradient = 2.0**-8, torch.zeros(64)
+    expected = results(gradient, decay=0.1)
+
+    found = module.first_difference(results(gradient), expected, expected, unit)
+    assert found is not None
+    assert found.quantity.kind == "update"
+
+
 # The cache.
 
 

@@ -78,6 +78,11 @@ SMALL = 0.01
 """This share of what all tensors of a kind may differ by together, a single one may differ by. Some
 gradients are zero but for rounding: the bias of keys changes no attention weight."""
 
+DIRECTIONS = ("gradient", "first moment")
+"""What decides the direction of AdamW's update. Where one of these differs and is closer to zero
+than rounding may move it, an element's update may have either sign, and is not compared: the update
+of a tensor with few elements would differ by a tenth of its size if a single one turned."""
+
 SENSITIVE = 25
 """Tokens for which rounding changes results by more units than this are replaced by others."""
 
@@ -405,11 +410,19 @@ def first_difference(
     largest = max((noise[q] for q in noise if q.kind == "loss"), key=_norm)
     noise |= {q: largest for q in noise if q.kind == "loss"}
     whole, whole_noise = _sizes_together(expected), _sizes_together(noise)
+    unsettled: dict[str, torch.Tensor] = {}
     for quantity, tensor in expected.items():
         group = (quantity.kind, quantity.step)
         size = _norm(tensor) + SMALL * whole[group]
         limit = FACTOR * (_norm(noise[quantity]) + SMALL * whole_noise[group]) + unit * size
-        error = _norm(found[quantity] - tensor)
+        difference = found[quantity] - tensor
+        if quantity.kind in DIRECTIONS:
+            near_zero = tensor.abs() <= limit / math.sqrt(max(tensor.numel(), 1))
+            either = near_zero & (difference != 0)
+            unsettled[quantity.name] = unsettled.get(quantity.name, either) | either
+        elif quantity.kind == "update" and quantity.name in unsettled:
+            difference = difference.masked_fill(unsettled[quantity.name], 0.0)
+        error = _norm(difference)
         if not error <= limit:  # also if it is not a number
             return Difference(quantity, error / max(size, 1e-30), limit / max(size, 1e-30))
     return None
