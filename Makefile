@@ -9,8 +9,8 @@ JOBS   ?= 2
 CSRC    := $(wildcard csrc/*.cpp csrc/*.h)
 CXX_ALL := $(CSRC) $(wildcard tests/native/*.cpp tests/native/*.h)
 
-.PHONY: help demo test test-long test-browser test-gpu test-vm fuzz campaign mutate lint format bench bench-storage bench-plans \
-        bench-gpu bench-peers clean
+.PHONY: help demo test test-long test-browser test-gpu test-vm fuzz campaign mutate lint format docs bench bench-storage \
+        bench-plans bench-gpu bench-peers clean
 help:
 	@echo "make demo          fine-tune a small model under a small memory budget (about two minutes on two cores)"
 	@echo "make test          build and run the tests; needs no GPU and no root"
@@ -23,6 +23,7 @@ help:
 	@echo "make mutate        change the code in small ways and see whether a test fails; half an hour"
 	@echo "make lint          check with ruff, mypy --strict and clang-format"
 	@echo "make format        reformat the sources with ruff and clang-format"
+	@echo "make docs          build the documentation site into build/site"
 	@echo "make bench         measure memory placement against plain torch"
 	@echo "make bench-storage measure the store against fio"
 	@echo "make bench-plans   make the plans that the GPU benchmarks need; half an hour, no GPU"
@@ -94,6 +95,15 @@ format: $(VENV)/tools
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_ALL)
+
+$(VENV)/docs-tools: $(VENV)/tools requirements/docs.txt requirements/docs-constraints.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements/docs.txt \
+	  -c requirements/constraints.txt -c requirements/docs-constraints.txt
+	@touch $@
+
+docs: $(VENV)/built $(VENV)/docs-tools
+	$(BIN)/mkdocs build --strict
+	@echo "build/site/index.html"
 
 bench: $(VENV)/built
 	$(BIN)/python bench/bench_placement.py $(ARGS)
