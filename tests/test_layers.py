@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[1] / "src/penstock"
 
 LAYERS: list[set[str]] = [
     {"_native", "version", "units", "tiers", "io_retries"},
-    {"errors", "roles", "ticket", "durable_files"},
+    {"errors", "packed_weights", "roles", "ticket", "durable_files"},
     {"records", "rank_place"},
     {"lora_options"},
     {"settings"},

@@ -21,6 +21,7 @@ from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 from penstock.durable_files import replace_file
 from penstock.errors import RecordError, SettingsError
 from penstock.lora_options import LoraOptions
+from penstock.packed_weights import Quantization
 from penstock.records import Json, from_json, to_json
 from penstock.roles import Dtype, Moments
 
@@ -86,6 +87,11 @@ class ModelSettings:
         "Also exclude=, layers=, save=, dropout=, bias=, init= and rslora; names are joined by +. "
         "Needs the package peft.",
         (),
+    )
+    quantize: Quantization | None = option(
+        "With an adapter: store the frozen weights of linear layers as 4-bit numbers, `nf4` as in "
+        "QLoRA or `int4`. They take 0.52 bytes per weight instead of 2.",
+        None,
     )
     blocks: str | None = option(
         "Module that holds the transformer layers, e.g. `model.layers`, if it is not found "
@@ -482,7 +488,7 @@ AFFECTS_RESULT = (
     *("context", "batch", "moments", "lr", "min_lr", "schedule", "decay", "warmup", "betas"),
     *("weight_decay", "clip", "label_smoothing", "neftune_noise_alpha"),
     *("dtype", "freeze", "model_config", "deterministic", "seed", "overlong", "on_nonfinite"),
-    *("columns", "data_weights", "lora"),
+    *("columns", "data_weights", "lora", "quantize"),
 )
 """Settings that can change the trained weights. A resume reports those that differ."""
 

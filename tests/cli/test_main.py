@@ -36,7 +36,7 @@ FLAGS = {
         *{"--revision", "--trust-remote-code", "--model-config", "--deterministic"},
         *{"--no-deterministic", "--config", "--data", "--overlong", "--skip-bad-lines", "--cache"},
         *{"--eval-split", "--epochs", "--seed", "--data-weights", "--columns", "--streaming"},
-        *{"--label-smoothing", "--neftune-noise-alpha", "--lora"},
+        *{"--label-smoothing", "--neftune-noise-alpha", "--lora", "--quantize"},
     },
     "merge": {"directory", "--into", "--base", "--trust-remote-code", "--json", "--help"},
     "check": {"directory", "--json", "--help"},
@@ -62,7 +62,7 @@ FLAGS = {
         },
         *{"--no-deterministic", "--min-lr", "--decay", "--save-best", "--hub-layout"},
         *{"--self-check", "--no-self-check", "--label-smoothing", "--neftune-noise-alpha"},
-        *{"--store-checksums", "--no-store-checksums", "--gpus", "--transport", "--lora"},
+        *{"--store-checksums", "--no-store-checksums", "--gpus", "--transport", "--lora", "--quantize"},
         *{
             "--seed",
             "--log",

@@ -76,9 +76,12 @@ def make_plan(model: Any, way: Way, disk: Path, **work: Any) -> tuple[Plan, Any]
     return plan, workload
 
 
-def train(model: Any, way: Way, disk: Path, *, steps: int = STEPS, **options: Any) -> list[float]:
+def train(
+    model: Any, way: Way, disk: Path, *, steps: int = STEPS, work: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> list[float]:  # fmt: skip
     """Train a PEFT model in place, and return the losses."""
-    plan, workload = make_plan(model, way, disk)
+    plan, workload = make_plan(model, way, disk, **(work or {}))
     batches = engines.batches(steps, workload, model.config.vocab_size)
     options = {"optimizer": OPTIMIZER, "device": "cpu", "self_check": False} | options
     with penstock.prepare(model, plan=plan, **options) as engine:

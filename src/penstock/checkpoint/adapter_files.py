@@ -26,6 +26,7 @@ from penstock.durable_files import replace_file
 from penstock.errors import RecordError
 from penstock.model.adapters import Adapter, base_name
 from penstock.model.inventory import TensorSpec
+from penstock.packed_weights import Quantization
 from penstock.roles import SWEEP_LEAF, Dtype
 
 STEM = "adapter_model"
@@ -52,8 +53,11 @@ class BaseModel:
     dtype: Dtype | None = None
     """Type of the frozen weights in that run; None if it is not known."""
 
+    quantize: Quantization | None = None
+    """How the frozen weights were quantized in that run; None if they were not."""
+
     digest: str = ""
-    """Hash of the frozen weights in that type; see `WeightDigest`."""
+    """Hash of the frozen weights in that type, before they were quantized; see `WeightDigest`."""
 
     def __post_init__(self) -> None:
         if self.version != self.FORMAT:

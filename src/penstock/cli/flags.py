@@ -147,9 +147,12 @@ def _flag_type(name: str, hint: Any, check_choices: bool) -> tuple[Any, str | No
         return str, None
     if get_origin(hint) is tuple or name == "model_config":
         return list[str], None
-    if get_origin(hint) is Literal:
-        return (hint, None) if check_choices else (str, f"[{'|'.join(get_args(hint))}]")
-    return next((arg for arg in get_args(hint) if arg is not type(None)), hint), None
+    kind = hint
+    if get_origin(hint) is not Literal:  # without the None of an optional setting
+        kind = next((arg for arg in get_args(hint) if arg is not type(None)), hint)
+    if get_origin(kind) is Literal and not check_choices:
+        return str, f"[{'|'.join(get_args(kind))}]"
+    return kind, None
 
 
 def _shown_default(field: dataclasses.Field[Any]) -> str | bool:

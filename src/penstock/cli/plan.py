@@ -47,7 +47,7 @@ PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
 SETTINGS = (
     *("model", "revision", "trust_remote_code", "model_config", "dtype", "freeze", "lora"),
-    *("blocks",),
+    *("quantize", "blocks"),
     *("data", "data_weights", "columns", "streaming", "skip_bad_lines", "cache"),
     *("context", "overlong", "eval_split"),
     *("batch", "micro_batch", "epochs", "steps", "clip", "deterministic", "seed"),

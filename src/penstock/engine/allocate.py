@@ -15,6 +15,7 @@ from functools import partial
 
 import torch
 
+from penstock.engine.dequantized_weights import DequantizedWeights
 from penstock.engine.device import Device
 from penstock.engine.disk_pipe import DiskPipe
 from penstock.engine.gradients import GradientSums
@@ -222,6 +223,8 @@ def allocate(
         tiers = TierMemory(plan, inventory, device, store, ranks)
         gradients = GradientSums(inventory, tiers.formats, device)
         weights = device.empty(programs.nbytes("weights"), "weight slots")
+        compiled = plan.workload.numerics.compiled
+        dequantized = DequantizedWeights(inventory, tiers.formats, device, compiled=compiled)
         staging, pipes = _allocate_staging(plan, inventory, programs, tiers)
         return EngineMemory(
             device=device,
@@ -232,6 +235,7 @@ def allocate(
                 inventory,
                 tiers.formats,
                 weights,
+                dequantized,
                 [i for i in range(len(inventory.blocks)) if tiers.is_split(i)],
             ),
             held=HeldBlocks(tiers, programs.held),

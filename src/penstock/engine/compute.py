@@ -57,6 +57,7 @@ class Computer:
     def start(self, step: StepState) -> None:
         """Forget the previous step."""
         self._weight_offsets.clear()
+        self._memory.weights.dequantized.forget()
         self._memory.gradients.start_step(step.weight)
 
     def note(self, step: StepState, at: int, op: Operation) -> None:

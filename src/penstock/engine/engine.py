@@ -321,7 +321,7 @@ class Engine:
     ) -> None:
         ranks = SingleRank() if ranks is None else ranks
         check_ranks(plan.workload, ranks)
-        inventory = inventory.sharded(ranks.world)
+        inventory = plan.workload.stored(inventory)
         plan = plan.for_rank(ranks.rank)  # the only place that applies the nodes and paths of ranks
         self.plan, self.inventory, self.workload = plan, inventory, plan.workload
         self.settings, self.ranks = settings, ranks

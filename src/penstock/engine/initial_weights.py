@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -92,15 +93,25 @@ def _from_tensors(tensors: Mapping[str, torch.Tensor]) -> tuple[Source, Types]:
 
 
 def draw_weights(
-    access: TensorAccess, inventory: Inventory, split_model: SplitModel, seed: int
-) -> None:
+    access: TensorAccess, inventory: Inventory, split_model: SplitModel, seed: int,
+    *, adapter: Mapping[str, torch.Tensor] | None = None, digest: WeightDigest | None = None,
+    trainable: bool | None = None,
+) -> None:  # fmt: skip
     """Draw all weights the way the model's own class initializes them, in fp32, block by block.
 
-    The values depend on the seed and the block, and not on the plan.
+    The values depend on the seed and the block, and not on the plan. The tensors of an `adapter`
+    are not drawn here. `digest` and `trainable` are those of `set_master`.
     """
+    given = adapter or {}
     for index, block in enumerate(inventory.blocks):
-        drawn = _draw_block(split_model, block, draw_key(seed, 0, index) & ((1 << 63) - 1))
-        set_master(access, index, inventory, *_from_tensors(drawn))
+        wanted = (t for t in block.tensors if t.name not in given)
+        wanted = (t for t in wanted if trainable in (None, t.trainable))
+        rest = replace(block, tensors=tuple(wanted))
+        drawn = _draw_block(split_model, rest, draw_key(seed, 0, index) & ((1 << 63) - 1))
+        set_master(
+            access, index, inventory, *_from_tensors({**given, **drawn}),
+            digest=digest, trainable=trainable,
+        )  # fmt: skip
 
 
 def draw_adapter(

@@ -151,6 +151,7 @@ def plan_request(
     """
     if adapter is None and settings.model.lora_options is not None:
         adapter = lora_adapter(settings.model.lora_options)
+    check_quantize(settings.model.quantize, adapter)
     ranks, machine = settings.memory.gpus, target.machine
     if machines is not None:
         machine = replace(machine, machines=machines)
@@ -195,6 +196,16 @@ def _with_nic(machine: Machine) -> tuple[Machine, str]:
         f"The speed of this machine's network cards is not known: assumed to be "
         f"{ASSUMED_NIC / 1e9:g} GB/s. It does not change the result."
     )
+
+
+def check_quantize(quantize: str | None, adapter: Adapter | None) -> None:
+    """Raise SettingsError if weights are to be quantized, but are trained."""
+    if quantize is not None and adapter is None:
+        raise SettingsError(
+            "quantize",
+            f"is {quantize}, but weights that are trained cannot be quantized; train an adapter, "
+            f"for example with --lora r=16,alpha=32, or leave quantize out",
+        )
 
 
 def check_plan(plan: Plan, inventory: Inventory, target: TargetMachine, *, path: str) -> PlanChoice:
@@ -387,6 +398,7 @@ def workload_for(
             deterministic=schedule.deterministic,
             label_smoothing=schedule.label_smoothing,
             neftune_noise_alpha=schedule.neftune_noise_alpha,
+            quantize=settings.model.quantize,
         ),
     )
 

@@ -16,6 +16,7 @@ from penstock.engine.plan_choice import (
     PlanRequest,
     budget_paths,
     check_plan,
+    check_quantize,
     clear_budget_paths,
     fit_plan,
     plan_request,
@@ -23,6 +24,7 @@ from penstock.engine.plan_choice import (
 from penstock.errors import PlanError, SettingsError, UnsupportedModelError
 from penstock.machine.machine import Machine
 from penstock.model.inventory import Inventory
+from penstock.packed_weights import Quantization
 from penstock.plan.budget import Budget
 from penstock.plan.memory_cache import keep_measured, memory_key
 from penstock.plan.plan import Plan
@@ -71,6 +73,9 @@ class PrepareSettings(TypedDict, total=False):
     lora: str | Sequence[str]
     """Options of a LoRA adapter that is trained instead of the weights, such as
     `r=16,alpha=32,targets=all-linear`."""
+    quantize: Quantization | None
+    """With an adapter: `nf4` or `int4` to store the frozen weights of linear layers as 4-bit
+    numbers."""
     freeze: str | Sequence[str]
     """Patterns of names of tensors that are not trained."""
     blocks: str | None
@@ -161,8 +166,8 @@ def prepare(
         settings: Settings to start from. By default, every setting has its default.
         caller_loss: For `penstock.stream`, which computes the loss outside of the engine.
         **arguments: Settings by name, as `PrepareSettings` describes them: context, batch,
-            micro_batch, dtype, moments, clip, steps, lora, freeze, blocks, deterministic, seed,
-            label_smoothing, neftune_noise_alpha, init, model_config, revision,
+            micro_batch, dtype, moments, clip, steps, lora, quantize, freeze, blocks, deterministic,
+            seed, label_smoothing, neftune_noise_alpha, init, model_config, revision,
             trust_remote_code, lr, betas, weight_decay, store_checksums and
             self_check.
 
@@ -208,6 +213,7 @@ def prepare(
         if plan is not None:
             check_ranks(plan.workload, ranks)
             plan.check_model(inventory)
+            check_quantize(plan.workload.numerics.quantize, adapter)
             _check_loss(plan, loss, arguments)
     plan = _share_plan(ranks, plan)
     if isinstance(model, str | Path):
@@ -232,6 +238,7 @@ def _inspect_and_check(
 
     config, inventory = inspect_model(model, settings)
     adapter = adapter_of(model, settings)
+    check_quantize(settings.model.quantize, adapter)
     check_trainable(inventory)  # first: its reasons say more than those about files
     if load_weights:
         check_freeze(inventory, settings.model.freeze)
@@ -275,10 +282,10 @@ def _check_loss(plan: Plan, loss: LossFunction | None, arguments: Mapping[str, A
             f"is {numerics.label_smoothing}, which cannot be combined with a custom loss function: "
             f"the function gets the log-probabilities of the targets only; leave one of them out",
         )
-    for name in ("label_smoothing", "neftune_noise_alpha"):
+    for name in ("label_smoothing", "neftune_noise_alpha", "quantize"):
         planned = getattr(numerics, name)
         wanted = arguments.get(name, planned)
-        if (wanted or 0.0) != planned:
+        if (wanted or None) != (planned or None):
             raise PlanError(
                 name,
                 f"is {planned} in the plan and {wanted} in the arguments; make a new plan, or "
@@ -546,7 +553,8 @@ def _build_engine(
         with explain_out_of_memory(device, plan, "the engine"):
             adapter = adapter_of(origin, settings)
             bare = _bare_model(model, config, inventory, settings, dtype, device)
-            adapter_files = _adapter_files(bare, model, inventory, settings)
+            quantize = plan.workload.numerics.quantize
+            adapter_files = _adapter_files(bare, model, inventory, settings, quantize)
             # Before the layers are taken out of the model, and before anything large is allocated.
             # One rank is enough: all have the same model, software and kind of device.
             if settings.model.self_check and ranks.rank == 0:
@@ -632,8 +640,9 @@ def _bare_model(
 
 
 def _adapter_files(
-    bare: nn.Module, model: str | Path | LiveModel, inventory: Inventory, settings: Settings
-) -> AdapterFiles | None:
+    bare: nn.Module, model: str | Path | LiveModel, inventory: Inventory, settings: Settings,
+    quantize: Quantization | None,
+) -> AdapterFiles | None:  # fmt: skip
     """Find out how the adapter in a model is saved; None if the model has none."""
     from penstock.checkpoint.adapter_files import AdapterFiles, BaseModel
     from penstock.model.adapters import find_adapter
@@ -656,7 +665,7 @@ def _adapter_files(
     else:
         path = adapter.config.base_model_name_or_path or getattr(bare, "name_or_path", "") or ""
         revision = adapter.config.revision or ""
-    base = BaseModel(path=path, revision=revision, dtype=chosen.dtype)
+    base = BaseModel(path=path, revision=revision, dtype=chosen.dtype, quantize=quantize)
     first: dict[int, str] = {}
     owners = {
         name: first.setdefault(id(tensor), name)
@@ -675,7 +684,13 @@ def _take_over(live: LiveModel, engine: Engine, dtype: torch.dtype) -> None:
     # they were, not rounded.
     # So are weights that the engine does not have: PEFT keeps the original of a trained copy.
     tensors = {t.name: t for block in engine.inventory.blocks for t in block.tensors}
-    rounded = (n for n, t in tensors.items() if not t.trainable and live.weights[n].dtype != dtype)
+    # So do weights that the engine has quantized.
+    rounded = (
+        name
+        for name, tensor in tensors.items()
+        if not tensor.trainable
+        and (live.weights[name].dtype != dtype or tensor.quantization is not None)
+    )
     live.forget_weights(keep=[*rounded, *(n for n in live.weights if n not in tensors)])
     live.guard(TRAINING)
     engine.live_model = live
@@ -698,7 +713,7 @@ def _rehearse(
         return None
     return rehearse(
         split_model,
-        inventory,
+        plan.workload.stored(inventory),
         plan.workload,
         device,
         limit=plan.allocator_nbytes,
@@ -742,6 +757,14 @@ def _load_weights(
         dtype, drawn = engine.access.weight_dtype, None
         if draw:
             drawn = draw_adapter(adapter.adapter, config, dtype, settings.schedule.seed)
+        if settings.model.init == "random":
+            digest = WeightDigest()
+            draw_weights(
+                engine.access, engine.inventory, engine.split_model, settings.schedule.seed,
+                adapter=drawn, digest=digest, trainable=None if draw else False,
+            )  # fmt: skip
+            _note_base(engine, digest.value)
+            return
         folder = model_directory(model, settings.model.revision)
         _note_base(engine, engine.files.read_base(folder, drawn, dtype))
     elif settings.model.init == "random":

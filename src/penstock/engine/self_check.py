@@ -38,6 +38,7 @@ from penstock.model.attention import DOCUMENTS
 from penstock.model.document_attention import register_document_attention
 from penstock.model.inventory import Inventory
 from penstock.model.meta_model import weight_dtype
+from penstock.model.quantize import quantized_values
 from penstock.model.survey import survey_model
 from penstock.model.twin import (
     build_twin,
@@ -361,6 +362,8 @@ def _train_on_tokens(twin: _Twin, workload: Workload, seed: int) -> _PlainResult
             if workload.dtype == "fp32":
                 ours.copy_(torch.nextafter(ours, torch.full_like(ours, math.inf)))
     inventory = twin.survey(exact)
+    for model in (rounded, exact):
+        _use_quantized_values(model, inventory, workload)
     batches = draw_batches(workload.batch, not twin.mixes_documents, seed)
     scale = LOSS_SCALE if workload.dtype == "fp16" else 1.0
     results = [
@@ -368,6 +371,17 @@ def _train_on_tokens(twin: _Twin, workload: Workload, seed: int) -> _PlainResult
         for model in (exact, rounded)
     ]
     return _PlainResults(inventory, batches, *results)
+
+
+def _use_quantized_values(model: nn.Module, inventory: Inventory, workload: Workload) -> None:
+    """Give a twin the values of the weights that the engine quantizes, in the type of the run."""
+    parameters, dtype = dict(model.named_parameters()), weight_dtype(workload.dtype)
+    with torch.no_grad():
+        for block in workload.stored(inventory).blocks:
+            for tensor in block.quantized:
+                assert tensor.quantization is not None
+                weight = parameters[tensor.name]
+                weight.copy_(quantized_values(weight.to(dtype), tensor.quantization))
 
 
 def _sensitivity(expected: Results, rounded: Results) -> float:

@@ -7,12 +7,13 @@ device into the parameters that modules compute with.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from penstock.engine.dequantized_weights import DequantizedWeights
 from penstock.model.inventory import Block, Inventory, TensorSpec
 from penstock.model.meta_model import weight_dtype
 from penstock.optim.formats import rest_dtype
@@ -89,15 +90,18 @@ class WeightSlots:
         inventory: Inventory,
         formats: Formats,
         pool: torch.Tensor,
+        dequantized: DequantizedWeights,
         split: Collection[int] = (),
     ) -> None:
         self._inventory, self._formats, self._pool = inventory, formats, pool
+        self.dequantized = dequantized
         self._split = frozenset(split)  # blocks whose slots have frozen weights only
         # By block and address; address -1 holds the zeros of `stand_ins`.
         self._parameters: dict[tuple[int, int], dict[str, nn.Parameter]] = {}
 
     def release(self) -> None:
         self._parameters.clear()
+        self.dequantized.release()
         self._pool = self._pool.new_empty(0)
 
     def span(self, block: int, offset: int) -> Span:
@@ -114,12 +118,16 @@ class WeightSlots:
     ) -> dict[str, nn.Parameter]:
         """Return the block's parameters by name, as views of `weights`.
 
-        Of a split block, `weights` are the frozen ones, and `trained` never moves.
+        Of a split block, `weights` are the frozen ones, and `trained` never moves. Quantized
+        weights are dequantized first: their parameters are valid until those of another block are
+        asked for.
         """
-        key = (block, weights.data.data_ptr())
+        key, spec = (block, weights.data.data_ptr()), self._inventory.blocks[block]
         if key not in self._parameters:
-            spec = self._inventory.blocks[block]
-            self._parameters[key] = view_parameters(spec, weights, trained)
+            views = self.dequantized.views(block)
+            self._parameters[key] = view_parameters(spec, weights, trained, views)
+        if spec.quantized:
+            self.dequantized.update(block, _stored_bytes(spec, weights))
         return self._parameters[key]
 
     def stand_ins(self, block: int) -> dict[str, nn.Parameter]:
@@ -140,21 +148,37 @@ class WeightSlots:
 
 
 def view_parameters(
-    block: Block, weights: Span, trained: Span | None = None
+    block: Block,
+    weights: Span,
+    trained: Span | None = None,
+    dequantized: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, nn.Parameter]:
     """Return the parameters of a block by name, as views of its weights.
 
-    Of a split block, `weights` are the frozen ones, and `trained` the others.
+    Of a split block, `weights` are the frozen ones, and `trained` the others. The parameters of
+    quantized tensors are views of `dequantized`.
     """
-    parameters = {}
+    parameters, dequantized = {}, dequantized or {}
     for tensor in block.tensors:
-        # Frozen tensors follow the trainable ones.
-        shift = 0 if tensor.trainable else block.flat_elements(True)
-        start = shift + block.offsets(tensor.trainable)[tensor.name]
-        stored = trained if tensor.trainable and trained is not None else weights
-        flat = stored.values(start, start + tensor.elements)
+        if tensor.name in dequantized:
+            flat = dequantized[tensor.name]
+        else:
+            stored = trained if tensor.trainable and trained is not None else weights
+            flat = _stored_values(block, tensor, stored)
         parameters[tensor.name] = _parameter(tensor, flat.view(tensor.shape))
     return parameters
+
+
+def _stored_bytes(block: Block, weights: Span) -> dict[str, torch.Tensor]:
+    """Return the bytes of a block's quantized tensors, by name."""
+    return {t.name: _stored_values(block, t, weights).view(torch.uint8) for t in block.quantized}
+
+
+def _stored_values(block: Block, tensor: TensorSpec, weights: Span) -> torch.Tensor:
+    # Frozen tensors follow the trainable ones.
+    shift = 0 if tensor.trainable else block.flat_elements(True)
+    start = shift + block.offsets(tensor.trainable)[tensor.name]
+    return weights.values(start, start + tensor.stored_elements)
 
 
 def _parameter(tensor: TensorSpec, data: torch.Tensor) -> nn.Parameter:

@@ -12,15 +12,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from threading import Lock
 from typing import NamedTuple
 
 import torch
 
 from penstock.engine.allocate import EngineMemory
 from penstock.engine.bounded_executor import BoundedExecutor
+from penstock.engine.device import Device
 from penstock.engine.spans import Span, role_dtype
+from penstock.errors import EngineError
 from penstock.model.inventory import TensorSpec
+from penstock.model.quantize import dequantized_parts, quantize
 from penstock.optim.formats import num_blocks
+from penstock.packed_weights import PackedLayout
 from penstock.roles import Formats, Role
 
 PART = 1 << 22
@@ -76,15 +81,26 @@ class TensorAccess:
     def parts(self, name: str, role: Role, *, bases: bool = False) -> Iterator[torch.Tensor]:
         """Yield a role of a tensor on the host, part by part; each is valid until the next.
 
-        All ranks must make this call, and request all parts.
+        Quantized weights are dequantized. All ranks must make this call, and request all parts.
         """
+        tensor = self._owner[name][1]
+        stored = self._stored_parts(name, role, bases=bases)
+        if tensor.quantization is None:
+            yield from stored
+            return
+        packed = torch.cat([part.clone() for part in stored]).view(torch.uint8)
+        yield from dequantized_parts(
+            packed, tensor.elements, tensor.quantization, self.weight_dtype
+        )
+
+    def _stored_parts(self, name: str, role: Role, *, bases: bool) -> Iterator[torch.Tensor]:
         block, tensor = self._owner[name]
         offset = self._offset(block, tensor)
-        end = offset + tensor.elements
+        end = offset + tensor.stored_elements
         landing: torch.Tensor | None = None
         on_gpu = self._tiers.device.pinned and self._tiers.on_device(block, role)
         if self._ranks.world > 1 or on_gpu:
-            landing = self._landing(role, min(PART, tensor.elements), bases=bases)
+            landing = self._landing(role, min(PART, tensor.stored_elements), bases=bases)
         for stored in self._ranges(block, role):
             low, stop = max(stored.first, offset), min(stored.first + stored.elements, end)
             if low >= stop:
@@ -106,14 +122,15 @@ class TensorAccess:
 
         `trainable` selects trainable (True) or frozen (False) tensors; None writes both. With an
         executor, its threads call `source`, and the block is complete only after
-        `executor.wait_all`.
+        `executor.wait_all`. Weights that are stored quantized are quantized here.
         """
+        writer = _PartWriter(source, bases, self._tiers.device)
         for stored in self._own_ranges(block, role):
             if stored.piece is not None and not self._has_any(block, stored.piece, trainable):
                 continue
             with self._opened(block, role, stored, write=True) as span:
                 for part in self._parts_of(span, block, role, trainable):
-                    call = partial(_fill_part, span, part, source, bases)
+                    call = partial(writer.write, span, part)
                     call() if executor is None else executor.submit(call)
                 if executor is not None and stored.piece is not None:
                     executor.wait_all()  # the span is in staging, and is written to disk next
@@ -139,9 +156,10 @@ class TensorAccess:
                 continue
             offset = self._offset(block, tensor)
             low = max(span.first, offset)
-            stop = min(span.first + span.count, offset + tensor.elements)
-            for first in range(low, stop, PART):
-                yield tensor, first - offset, min(first + PART, stop) - offset, offset
+            stop = min(span.first + span.count, offset + tensor.stored_elements)
+            step = PART if tensor.quantization is None else max(1, stop - low)
+            for first in range(low, stop, step):
+                yield tensor, first - offset, min(first + step, stop) - offset, offset
 
     def _offset(self, block: int, tensor: TensorSpec) -> int:
         """Return a tensor's first element in its block: frozen tensors follow the trainable."""
@@ -233,10 +251,48 @@ class TensorAccess:
         return part
 
 
-def _fill_part(span: Span, part: TensorPart, source: Source, bases: Source | None) -> None:
-    tensor, low, high, offset = part
-    span.values(offset + low, offset + high).copy_(source(tensor, low, high))
-    if bases is not None:
-        into = span.bases(offset + low, offset + high)
-        assert into is not None
-        into.copy_(bases(tensor, low, high))
+class _PartWriter:
+    """Writes parts of tensors from a source into memory. Several threads may use it."""
+
+    def __init__(self, source: Source, bases: Source | None, device: Device) -> None:
+        self._source, self._bases, self._device = source, bases, device
+        self._lock = Lock()
+        self._packed: tuple[str, torch.Tensor] | None = None  # the last tensor that was cut
+
+    def write(self, span: Span, part: TensorPart) -> None:
+        tensor, low, high, offset = part
+        into = span.values(offset + low, offset + high)
+        if tensor.quantization is not None:
+            self._write_quantized(tensor, low, high, into)
+            return
+        into.copy_(self._source(tensor, low, high))
+        if self._bases is not None:
+            bases = span.bases(offset + low, offset + high)
+            assert bases is not None
+            bases.copy_(self._bases(tensor, low, high))
+
+    def _write_quantized(self, tensor: TensorSpec, low: int, high: int, into: torch.Tensor) -> None:
+        """Write stored elements `low` to `high` of a quantized tensor."""
+        if high - low == tensor.stored_elements:
+            self._quantize(tensor, into.view(torch.uint8))
+            return
+        # A tensor that is cut, between ranks or into pieces on NVMe, is quantized as a whole: its
+        # scales have a common mean. The next piece, which comes next, needs the rest.
+        with self._lock:
+            if self._packed is None or self._packed[0] != tensor.name:
+                self._packed = None  # before memory for the next one is allocated
+                packed = torch.empty(PackedLayout(tensor.elements).nbytes, dtype=torch.uint8)
+                self._quantize(tensor, packed)
+                self._packed = tensor.name, packed
+            into.copy_(self._packed[1].view(into.dtype)[low:high])
+
+    def _quantize(self, tensor: TensorSpec, packed: torch.Tensor) -> None:
+        assert tensor.quantization is not None
+
+        def read(low: int, high: int) -> torch.Tensor:
+            return self._source(tensor, low, high).to(self._device.torch_device)
+
+        try:
+            quantize(read, tensor.elements, tensor.quantization, packed)
+        except EngineError as problem:
+            raise EngineError(f"{tensor.name} {problem}") from None

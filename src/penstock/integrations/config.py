@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from penstock.errors import SettingsError
+from penstock.packed_weights import Quantization
 from penstock.roles import Dtype, Moments
 
 
@@ -41,6 +42,9 @@ class PenstockConfig:
     freeze: str | tuple[str, ...] = ()
     """Patterns of names of parameters that are not trained, besides those that the model freezes
     itself."""
+    quantize: Quantization | None = None
+    """For a PEFT model: `nf4` or `int4` to store the frozen weights of linear layers as 4-bit
+    numbers."""
     on_nonfinite: Literal["raise", "skip"] = "raise"
     """Whether a loss or gradient that is not finite stops the run, or only skips the step."""
     deterministic: bool = True

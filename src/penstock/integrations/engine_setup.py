@@ -118,6 +118,7 @@ def _settings(request: EngineRequest) -> Settings:
             "moments": config.moments,
             "clip": max(0.0, float(args.max_grad_norm or 0.0)),
             "freeze": (config.freeze,) if isinstance(config.freeze, str) else tuple(config.freeze),
+            "quantize": config.quantize,
             "deterministic": config.deterministic,
             "seed": args.seed,
             "label_smoothing": args.label_smoothing_factor,

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 from penstock.errors import InventoryError
+from penstock.packed_weights import PackedLayout, Quantization
 from penstock.roles import SWEEP_LEAF, TENSOR_ALIGNMENT
 from penstock.units import round_up
 
@@ -33,6 +34,15 @@ class TensorSpec:
     trainable: bool = True
     """Whether the tensor is trained. A frozen one has weights but no gradient and no states."""
 
+    linear: bool = False
+    """Whether it is the weight of a linear module. Those of layers can be quantized."""
+
+    quantization: Quantization | None = None
+    """How its weights are quantized where they are stored; None if they are not."""
+
+    weight_nbytes: int = 0
+    """Bytes of a weight in the type of the run, if it is quantized."""
+
     def __post_init__(self) -> None:
         if not self.name:
             raise InventoryError("name", "must not be empty")
@@ -43,6 +53,17 @@ class TensorSpec:
     def elements(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+    @property
+    def stored_elements(self) -> int:
+        """Number of elements of a flat buffer that its weights occupy, in the type of the run.
+
+        The bytes of a quantized tensor are counted as if they were weights of that type, so that
+        they are stored and moved as any others.
+        """
+        if self.quantization is None:
+            return self.elements
+        return PackedLayout(self.elements).nbytes // self.weight_nbytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +121,7 @@ class Block:
     @property
     def sizes(self) -> tuple[object, ...]:
         """Everything but names. Blocks with equal sizes need the same bytes and the same time."""
-        tensors = tuple((tensor.shape, tensor.trainable) for tensor in self.tensors)
+        tensors = tuple((t.shape, t.trainable, t.quantization) for t in self.tensors)
         widths = (self.query_width, self.key_value_width, self.mlp_width, self.window)
         return (self.kind, tensors, self.matmul_elements, *widths)
 
@@ -124,7 +145,7 @@ class Block:
         offsets, at = {}, 0
         for tensor in self._selected(trainable):
             offsets[tensor.name] = at
-            at += round_up(tensor.elements, self._alignment)
+            at += round_up(tensor.stored_elements, self._alignment)
         return offsets
 
     def pieces(self, step: int, trainable: bool = True) -> tuple[tuple[int, int], ...]:
@@ -160,8 +181,19 @@ class Block:
         return TENSOR_ALIGNMENT if self.shards == 1 else SWEEP_LEAF
 
     def _padded(self, trainable: bool) -> int:
-        elements = sum(round_up(t.elements, self._alignment) for t in self._selected(trainable))
+        tensors = self._selected(trainable)
+        elements = sum(round_up(t.stored_elements, self._alignment) for t in tensors)
         return round_up(elements, self.shards * self._alignment)
+
+    @property
+    def quantized(self) -> tuple[TensorSpec, ...]:
+        """Tensors that are stored as quantized weights."""
+        return tuple(tensor for tensor in self.tensors if tensor.quantization is not None)
+
+    @property
+    def dequantized_elements(self) -> int:
+        """Number of elements that its quantized tensors have when the block computes with them."""
+        return sum(round_up(t.elements, TENSOR_ALIGNMENT) for t in self.quantized)
 
     def _selected(self, trainable: bool | None) -> Iterator[TensorSpec]:
         return (t for t in self.tensors if trainable in (None, t.trainable))
@@ -312,6 +344,26 @@ class Inventory:
         if self.shards == ranks:
             return self
         return replace(self, blocks=tuple(replace(block, shards=ranks) for block in self.blocks))
+
+    def with_quantized(self, quantization: Quantization, weight_nbytes: int) -> Inventory:
+        """Return the inventory with the frozen linear weights of layers quantized.
+
+        These are the tensors that bitsandbytes quantizes: not embeddings, the head, norms, routers
+        and biases, and nothing that is trained.
+        """
+
+        def quantized(tensor: TensorSpec) -> TensorSpec:
+            if not tensor.linear or tensor.trainable:
+                return tensor
+            return replace(tensor, quantization=quantization, weight_nbytes=weight_nbytes)
+
+        blocks = (
+            replace(block, tensors=tuple(map(quantized, block.tensors)))
+            if block.kind == "layer"
+            else block
+            for block in self.blocks
+        )
+        return replace(self, blocks=tuple(blocks))
 
     def parameters(self, trainable: bool | None = None) -> int:
         """Return the number of parameters of all blocks; see `Block.parameters`."""

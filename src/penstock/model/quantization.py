@@ -63,8 +63,9 @@ def refuse_quantized(model: nn.Module, name: str) -> None:
             fields = _quantization_fields(model.config) or {}
             raise UnsupportedModelError(
                 f"{name} is quantized (quant_method {str(fields.get('quant_method'))[:40]!r}): its "
-                f"parameter {tensor_name} has the type {tensor.dtype}. Call model.dequantize() "
-                f"before you pass it, or load the unquantized original"
+                f"parameter {tensor_name} has the type {tensor.dtype}. Load the unquantized "
+                f"original, and to train an adapter pass quantize='nf4' to Penstock, which stores "
+                f"the frozen weights in 4 bits; or call model.dequantize() before you pass it"
             )
 
 

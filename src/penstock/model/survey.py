@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import SurveyError
-from penstock.model.adapters import ORIGINAL, Adapter
+from penstock.model.adapters import ORIGINAL, Adapter, find_adapter
 from penstock.model.config import load_config
 from penstock.model.config_check import describe, describe_short_lists
 from penstock.model.inventory import Block, Inventory, TensorSpec
@@ -234,6 +234,7 @@ class _TensorsByBlock:
             else:
                 self.outside[name] = tensor
         self.in_layers = in_layers
+        self._linear = _linear_weights(body)
 
     def shared_by_layers(self) -> str:
         """Say which tensor two layers share; empty if none does."""
@@ -330,9 +331,24 @@ class _TensorsByBlock:
                 shape=tuple(every[name].shape),
                 trainable=every[name].requires_grad
                 and not any(fnmatch.fnmatch(name, pattern) for pattern in self.freeze),
+                linear=name in self._linear,
             )
             for name in names
         )
+
+
+def _linear_weights(body: nn.Module) -> set[str]:
+    """Return the names of the weights of linear modules, without those of an adapter."""
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D  # GPT-2's: a linear module, transposed
+
+    adapter = find_adapter(body)
+    names = (
+        f"{path}.weight"
+        for path, module in body.named_modules()
+        if isinstance(module, nn.Linear | Conv1D)
+    )
+    return {name for name in names if adapter is None or not adapter.is_own(name)}
 
 
 # Fields that model families name differently.

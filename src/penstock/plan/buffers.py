@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeVar
 
 from penstock.errors import PlanError
 from penstock.model.inventory import Block, Inventory
+from penstock.packed_weights import scratch_nbytes
 from penstock.plan.build_schedule import (
     backward_schedule,
     fetch_held_schedule,
@@ -106,7 +107,7 @@ def plan_pools(
     `memory` is the model's working memory with this workload. `context_nbytes` is the size of the
     CUDA context, or 0 on a machine without a GPU.
     """
-    inventory = inventory.sharded(workload.world)
+    inventory = workload.stored(inventory)
     formats = workload.formats(placement.rounds)
     schedules, staged = _sizing_schedules(inventory, workload, placement, schedule)
     weights = max(_packed_nbytes(weight_lifetimes(each, placement)) for each in schedules)
@@ -123,6 +124,7 @@ def plan_pools(
         CONTEXT: measured.pop(CONTEXT),
         NCCL: NCCL_NBYTES if collective else 0,
         "weight slots": weights,
+        "dequantized weights": sum(dequantized_nbytes(inventory, formats)),
         "gradient buffers": gradients,
         "hidden states in flight": hidden_nbytes(inventory, workload, placement.rounds),
         **_caller_loss_pools(inventory, workload, placement),
@@ -166,6 +168,17 @@ def _caller_loss_pools(
         "head gradients": sum(held_sum_nbytes(inventory, placement, block) for block in held),
         "your loss": workload.caller_loss.nbytes,
     }
+
+
+def dequantized_nbytes(inventory: Inventory, formats: Formats) -> tuple[int, int]:
+    """Return the bytes of the dequantized weights of a block, and of scratch memory for them.
+
+    One block computes at a time, so there is memory for those of the largest one.
+    """
+    elements = max(block.dequantized_elements for block in inventory.blocks)
+    largest = max((t.elements for b in inventory.blocks for t in b.quantized), default=0)
+    scratch = scratch_nbytes(largest) if largest else 0
+    return formats.at_rest(Role.WEIGHT, elements), round_up(scratch, EXTENT)
 
 
 def held_weight_nbytes(placement: Placement, block: int) -> int:

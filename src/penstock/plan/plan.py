@@ -251,7 +251,7 @@ class Plan:
             raise PlanError(
                 "placement.blocks", f"must be the blocks of {inventory.model}, in order"
             )
-        inventory = inventory.sharded(self.workload.world)
+        inventory = self.workload.stored(inventory)
         for number in range(len(blocks)):
             self._check_homes(inventory, number)
 

@@ -71,7 +71,7 @@ class Traffic:
     @classmethod
     def of(cls, inventory: Inventory, workload: Workload, placement: Placement) -> Traffic:
         """Take the formats from the workload."""
-        inventory = inventory.sharded(workload.world)
+        inventory = workload.stored(inventory)
         return cls(inventory, placement, workload.formats(placement.rounds))
 
     # Exact.

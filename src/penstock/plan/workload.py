@@ -13,6 +13,7 @@ from typing import Literal
 
 from penstock.errors import WorkloadError
 from penstock.model.inventory import Inventory
+from penstock.packed_weights import Quantization
 from penstock.roles import WEIGHT_FORMATS, Dtype, Formats, Moments
 from penstock.units import MiB
 
@@ -67,6 +68,10 @@ class Numerics:
 
     neftune_noise_alpha: float = 0.0
     """Strength of the noise that NEFTune adds to embeddings in training; 0 for none."""
+
+    quantize: Quantization | None = None
+    """How the frozen weights of linear layers are quantized where they are stored; None if they are
+    not. Layers compute with the dequantized values, in the data type of the run."""
 
     compiled: bool = False
     """Whether layers are compiled."""
@@ -249,8 +254,26 @@ class Workload:
         accumulates = rounds > 1 or self.accumulate
         return Formats(dtype=self.dtype, moments=self.moments, accumulates=accumulates)
 
+    def stored(self, inventory: Inventory) -> Inventory:
+        """Return the inventory of the model as this workload stores it.
+
+        Its flat buffers are shared by the ranks, and frozen weights in them may be quantized.
+        """
+        inventory, quantize = inventory.sharded(self.world), self.numerics.quantize
+        if quantize is None or any(block.quantized for block in inventory.blocks):
+            return inventory
+        return inventory.with_quantized(quantize, WEIGHT_FORMATS[self.dtype].weight)
+
     def check(self, inventory: Inventory) -> None:
         """Raise WorkloadError if the model does not support this workload."""
+        quantize, stored = self.numerics.quantize, self.stored(inventory)
+        if quantize is not None and not any(block.quantized for block in stored.blocks):
+            raise WorkloadError(
+                "quantize",
+                f"is {quantize}, but no linear module in the layers of {inventory.model} is "
+                f"frozen, and weights that are trained cannot be quantized; train an adapter, for "
+                f"example with --lora r=16, or leave quantize out",
+            )
         limit = inventory.max_context
         if limit is not None and self.context > limit:
             raise WorkloadError(

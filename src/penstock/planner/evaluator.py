@@ -148,7 +148,7 @@ class PlanEvaluator:
     _stripe_weights: StripeWeights = field(init=False)
 
     def __post_init__(self) -> None:
-        self.inventory = self.inventory.sharded(self.workload.world)
+        self.inventory = self.workload.stored(self.inventory)
         work, compiled = self.workload, self.workload.numerics.compiled
         self.rates = Rates.of(
             self.machine, work.moments, dtype=work.dtype, compiled=compiled, ranks=self.ranks

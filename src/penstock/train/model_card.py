@@ -20,7 +20,7 @@ SHOWN = (
 )
 """Settings that the card lists."""
 
-SHOWN_IF_SET = ("label_smoothing", "neftune_noise_alpha")
+SHOWN_IF_SET = ("label_smoothing", "neftune_noise_alpha", "quantize")
 """Settings that the card lists unless they are off."""
 
 

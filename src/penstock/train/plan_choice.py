@@ -67,6 +67,7 @@ def plan_layer(path: str) -> dict[str, object]:
         "deterministic": workload.numerics.deterministic,
         "label_smoothing": workload.numerics.label_smoothing,
         "neftune_noise_alpha": workload.numerics.neftune_noise_alpha,
+        "quantize": workload.numerics.quantize,
     }
 
 

@@ -9,6 +9,10 @@ from penstock.plan.workload import Workload
 from penstock.planner.cost.flops import layer_width, operations, share_of
 from penstock.planner.cost.rates import Rates
 
+SEPARATE_OPERATIONS = 20
+"""Bytes per weight that separate operations move between the codes and the weights of quantized
+tensors: 32-bit indices of two codes and fp32 values. A kernel moves none."""
+
 
 class ComputeTime:
     """Computes the seconds of each forward, loss and backward operation."""
@@ -30,7 +34,16 @@ class ComputeTime:
         each = token_seconds(
             self.inventory, block, self.workload.context, operation.verb, self.rates
         )
-        return tokens * each
+        return tokens * each + (self._dequantize_seconds(block) if tokens else 0.0)
+
+    def _dequantize_seconds(self, block: Block) -> float:
+        """Return how long it takes to dequantize a block's weights, once for a round."""
+        stored = sum(t.stored_elements * t.weight_nbytes for t in block.quantized)
+        elements = sum(t.elements for t in block.quantized)
+        width = self.rates.element
+        if not self.workload.numerics.compiled:
+            width += SEPARATE_OPERATIONS
+        return (stored + width * elements) / self.rates.hbm
 
 
 def token_seconds(

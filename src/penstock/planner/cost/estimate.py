@@ -78,7 +78,7 @@ def estimate(
         schedule: The schedule of the placement, if it has been built already.
         ranks: The ranks, and what they share; by default, they share everything but their GPUs.
     """
-    inventory = inventory.sharded(workload.world)
+    inventory = workload.stored(inventory)
     schedule = schedule or step_schedule(inventory, placement)
     node = placement.host_node
     if node is not None and node in rates.nodes:  # a plan file may name another node than `rates`
