@@ -107,6 +107,8 @@ def repeat_weights(dtype: torch.dtype) -> None:
 
         for index in range(len(inventory.blocks)):
             initial_weights.set_master(access, index, inventory, source, types, trainable=trainable)
+        if device == "cuda":
+            torch.cuda.synchronize()  # copies within the GPU do not wait
 
     # Assigning to a name that does not exist would silently draw all weights.
     assert hasattr(initial_weights, "draw_weights")

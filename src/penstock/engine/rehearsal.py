@@ -28,7 +28,10 @@ from penstock.engine.step_parts import (
     step_parts,
 )
 from penstock.model.inventory import Inventory
+from penstock.model.meta_model import weight_dtype
+from penstock.model.quantize import dequantize
 from penstock.model.split import MicroBatch, SplitModel
+from penstock.packed_weights import PackedLayout, scratch_nbytes
 from penstock.plan.buffers import PlannedRoom
 from penstock.plan.cuda_allocator import PAGE
 from penstock.plan.working_memory import COMPILER_BUFFER, LIBRARIES, PartMemory, WorkingMemory
@@ -75,6 +78,7 @@ def rehearse(
     micros = _micro_batches(inventory, workload, device.torch_device)
     inputs = max(map(input_nbytes, micros))
     parts = step_parts(split_model, inventory, workload, device, loss=loss, micros=micros)
+    _dequantize_once(inventory, workload, device)
     with _random_state_kept(device):
         for number, part in enumerate(parts):
             if progress is not None:
@@ -102,6 +106,23 @@ def rehearse(
         context=context + KERNELS_TO_COME if context else None,
         origin="measured",
     )
+
+
+def _dequantize_once(inventory: Inventory, workload: Workload, device: Device) -> None:
+    """Dequantize a tensor, if any is quantized: that compiles the kernel, which is for all sizes.
+
+    It is not measured, because plans have memory for it.
+    """
+    quantized = (tensor for block in inventory.blocks for tensor in block.quantized)
+    tensor, where = next(quantized, None), device.torch_device
+    if tensor is None or tensor.quantization is None:
+        return
+    sizes = PackedLayout(tensor.elements).nbytes, scratch_nbytes(tensor.elements)
+    packed, scratch = (torch.zeros(nbytes, dtype=torch.uint8, device=where) for nbytes in sizes)
+    into = torch.empty(tensor.elements, dtype=weight_dtype(workload.dtype), device=where)
+    compiled = workload.numerics.compiled
+    with device.lane("compute"), torch.no_grad():
+        dequantize(packed, tensor.quantization, into, scratch, compiled=compiled)
 
 
 class _Measured(NamedTuple):

@@ -24,11 +24,9 @@ from penstock.engine.determinism import deterministic_kernels
 from penstock.engine.device import Device
 from penstock.engine.gradients import GradientSums, differentiate
 from penstock.engine.loss import ChunkedLoss, GradientSink, LossFunction
-from penstock.model.inventory import Block, Inventory
-from penstock.model.quantize import dequantize
+from penstock.model.inventory import Inventory
 from penstock.model.split import MicroBatch, SplitModel
 from penstock.model.varlen_attention import DocumentSpans
-from penstock.packed_weights import PackedLayout, scratch_nbytes
 from penstock.plan.cuda_allocator import ROUNDING
 from penstock.plan.workload import Workload
 from penstock.units import round_up
@@ -86,9 +84,6 @@ class StepPart(ABC):
         self.micro.calls = None
 
     def _make_weights(self, *blocks: int) -> dict[str, nn.Parameter]:
-        """Return zeros as weights; quantized ones are dequantized, which compiles that, too."""
-        for block in blocks:
-            self._step.dequantize(self._inventory.blocks[block])
         return {
             t.name: nn.Parameter(self._zeros(*t.shape), requires_grad=t.trainable)
             for block in blocks
@@ -276,20 +271,6 @@ class _Step:
             fused=numerics.loss_kernel == "fused",
             label_smoothing=numerics.label_smoothing,
         )
-
-    def dequantize(self, block: Block) -> None:
-        """Dequantize one tensor of a block, if it has any: one kernel is for all sizes.
-
-        A step has memory for it, so that it is not part of what is measured.
-        """
-        device, compiled = self.device.torch_device, self.workload.numerics.compiled
-        for tensor in block.quantized[:1]:
-            assert tensor.quantization is not None
-            sizes = PackedLayout(tensor.elements).nbytes, scratch_nbytes(tensor.elements)
-            packed, scratch = (torch.zeros(n, dtype=torch.uint8, device=device) for n in sizes)
-            into = torch.empty(tensor.elements, dtype=self.split_model.dtype, device=device)
-            with torch.no_grad():
-                dequantize(packed, tensor.quantization, into, scratch, compiled=compiled)
 
 
 def example_micro_batches(
