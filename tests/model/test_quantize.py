@@ -140,3 +140,17 @@ def test_values_are_those_of_bitsandbytes() -> None:
     into = torch.empty_like(weights)
     dequantize(packed, "nf4", into, torch.empty(scratch_nbytes(elements), dtype=torch.uint8))
     assert torch.equal(into, functional.dequantize_4bit(codes, state).view(-1))
+
+
+def test_a_kernel_with_other_bits_is_found_out() -> None:
+    table = torch.tensor(NF4)
+    assert quantizing._has_equal_bits(
+        lambda codes, scales, into: quantizing._multiply(codes, scales, table, into),
+        table,
+        torch.bfloat16,
+    )
+    assert not quantizing._has_equal_bits(
+        lambda codes, scales, into: quantizing._multiply(codes, scales * 1.01, table, into),
+        table,
+        torch.bfloat16,
+    )

@@ -303,9 +303,10 @@ def _kernel(form: Quantization, device: torch.device, dtype: torch.dtype) -> Ker
     """
     if device.type != "cuda":
         return None
-    if form == "nf4" and (installed := _bitsandbytes_kernel()) is not None:
-        return installed
     table = torch.tensor(_TABLES[form], dtype=torch.float32, device=device)
+    installed = _bitsandbytes_kernel() if form == "nf4" else None
+    if installed is not None and _has_equal_bits(installed, table, dtype):
+        return installed
     # One kernel for all sizes. The product is rounded once to fp32 and once to the type of the
     # weights, as without the compiler.
     multiply = torch.compile(_multiply, dynamic=True, fullgraph=True)
@@ -323,6 +324,18 @@ def _multiply(
     byte = codes[number // 2].int()
     code = torch.where(number % 2 == 0, byte >> 4, byte & 15)
     into.copy_(table[code] * scales[number // BLOCK])
+
+
+def _has_equal_bits(kernel: Kernel, table: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Return whether a kernel computes the values of all codes with several scales."""
+    codes = torch.arange(256, dtype=torch.uint8, device=table.device).repeat(8)
+    blocks = 2 * codes.numel() // BLOCK
+    scales = torch.linspace(1e-4, 3, blocks, dtype=torch.float32, device=table.device)
+    expected = torch.zeros(2 * codes.numel(), device=table.device, dtype=dtype)
+    found = torch.zeros_like(expected)
+    _multiply(codes, scales, table, expected)
+    kernel(codes, scales, found)
+    return torch.equal(found, expected)
 
 
 def _bitsandbytes_kernel() -> Kernel | None:
