@@ -62,7 +62,8 @@ FLAGS = {
         },
         *{"--no-deterministic", "--min-lr", "--decay", "--save-best", "--hub-layout"},
         *{"--self-check", "--no-self-check", "--label-smoothing", "--neftune-noise-alpha"},
-        *{"--store-checksums", "--no-store-checksums", "--gpus", "--transport", "--lora", "--quantize"},
+        *{"--store-checksums", "--no-store-checksums", "--gpus", "--transport", "--lora"},
+        "--quantize",
         *{
             "--seed",
             "--log",
