@@ -180,7 +180,7 @@ class _Scratch:
     def of(cls, memory: torch.Tensor, blocks: int) -> _Scratch:
         """Divide bytes into the parts that so many blocks need."""
         sizes = scratch_sizes(blocks)
-        indices, values, scale_indices, scales = torch.split(memory[: sum(sizes)], sizes)
+        indices, values, scale_indices, scales = memory[: sum(sizes)].split_with_sizes(sizes)
         return cls(
             indices.view(torch.int32),
             values.view(torch.float32),
