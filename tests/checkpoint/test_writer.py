@@ -281,3 +281,36 @@ def test_a_failed_request_leaves_no_file(tmp_path: Path, monkeypatch: pytest.Mon
         ShardWriter([tensor_out("t", tensor)]).write(tmp_path)
 
     assert os.listdir(tmp_path) == []
+
+
+def test_ranks_write_their_shards_at_the_same_time(tmp_path: Path) -> None:
+    """They request parts of one shard each in turn, and give the bytes of one rank."""
+    tensors = {
+        name: random_tensor(torch.float32, (40 + 10 * i,), i) for i, name in enumerate("abc")
+    }
+
+    def written(rank: int, world: int, requested: list[str]) -> dict[str, bytes]:
+        def noted(name: str) -> TensorOut:
+            whole = tensor_out(name, tensors[name], 20)
+
+            def parts() -> Iterator[torch.Tensor]:
+                for part in whole.parts():
+                    requested.append(name)
+                    yield part
+
+            return TensorOut(name=name, dtype=whole.dtype, shape=whole.shape, parts=parts)
+
+        folder = tmp_path / f"{rank} of {world}"
+        folder.mkdir()
+        writer = ShardWriter([noted(name) for name in tensors], max_shard_nbytes=1)
+        records = writer.write(folder, rank=rank, world=world)
+        assert sorted(records) == sorted(os.listdir(folder))
+        return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    orders: list[list[str]] = [[], [], []]
+    one = written(0, 1, orders[0])
+    both = written(0, 2, orders[1]) | written(1, 2, orders[2])
+
+    assert both == one
+    assert "".join(orders[0]) == "aabbbccc"
+    assert "".join(orders[1]) == "".join(orders[2]) == "ababbccc"

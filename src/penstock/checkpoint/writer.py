@@ -107,24 +107,21 @@ class ShardWriter:
     ) -> dict[str, FileRecord]:
         """Write and sync files in an existing directory. A failure leaves none of them behind.
 
-        Of `world` ranks, each writes every `world`-th shard and requests the parts of all others,
-        which may come from several ranks. If it cannot write, it requests what is left before it
-        raises the error, because the others do; if it cannot read, it raises PartsError
-        immediately. Rank 0 writes the index.
+        Of `world` ranks, each writes every `world`-th shard, all of them at the same time, and
+        requests the parts of all shards, which may come from several ranks. If it cannot write, it
+        requests what is left before it raises the error, because the others do; if it cannot read,
+        it raises PartsError immediately. Rank 0 writes the index.
 
         Returns what the manifest needs: sizes and checksums of the files, summed while writing.
         """
         folder, counter = Path(directory), _ProgressCounter(self.nbytes, progress)
         written: dict[str, FileRecord] = {}
         unread = [_ShardParts(shard, alone=world == 1) for shard in self._shards]
+        waves = [unread[first : first + world] for first in range(0, len(unread), world)]
         try:
             with translate_write_errors(folder, self.nbytes), contextlib.ExitStack() as undo:
-                for number, parts in enumerate(unread):
-                    if number % world != rank:
-                        counter.add(parts.read_rest(), "")
-                        continue
-                    with _new_file(folder / parts.shard.name, self.mode, undo) as file:
-                        written[parts.shard.name] = _write_shard(parts, file, counter)
+                for wave in waves:
+                    written |= self._write_wave(wave, rank, folder, undo, counter)
                 if self._index and rank == 0:
                     written[self._index_name] = self._write_index(folder, undo, counter)
                 sync(folder)
@@ -132,10 +129,24 @@ class ShardWriter:
         except PartsError:
             raise
         except Exception:
-            for parts in unread if world > 1 else ():
-                parts.read_rest()
+            for wave in waves if world > 1 else ():
+                for _ in _rounds(wave, None):
+                    pass
             raise
         return written
+
+    def _write_wave(
+        self, wave: Sequence[_ShardParts], rank: int, folder: Path,
+        undo: contextlib.ExitStack, counter: _ProgressCounter,
+    ) -> dict[str, FileRecord]:  # fmt: skip
+        """Write this rank's shard of a wave, if it has one, while the others write theirs."""
+        if rank >= len(wave):
+            for _, nbytes in _rounds(wave, None):
+                counter.add(nbytes, "")
+            return {}
+        shard = wave[rank].shard
+        with _new_file(folder / shard.name, self.mode, undo) as file:
+            return {shard.name: _write_shard(shard, _rounds(wave, rank), file, counter)}
 
     def _write_index(
         self, folder: Path, undo: contextlib.ExitStack, counter: _ProgressCounter
@@ -230,30 +241,55 @@ class _ShardParts:
         self.shard, self._alone = shard, alone
         self._left = ((tensor, part) for tensor in shard.tensors for part in tensor.parts())
 
-    def __iter__(self) -> Iterator[tuple[TensorOut, torch.Tensor]]:
-        while True:
-            try:
-                item = next(self._left, None)
-            except Exception as error:
-                if self._alone:
-                    raise
-                raise PartsError(error) from error
-            if item is None:
-                return
-            yield item
-
-    def read_rest(self) -> int:
-        """Request the parts that are left, and return their size."""
-        return sum(part.nbytes for _, part in self)
+    def request(self) -> tuple[TensorOut, torch.Tensor] | None:
+        """Return the next part and its tensor; None after the last."""
+        try:
+            return next(self._left, None)
+        except Exception as error:
+            if self._alone:
+                raise
+            raise PartsError(error) from error
 
 
-def _write_shard(parts: _ShardParts, file: DirectWriter, counter: _ProgressCounter) -> FileRecord:
-    shard = parts.shard
+_Round = tuple[tuple[TensorOut, torch.Tensor] | None, int]
+"""A part of the rank's own shard, if there is one left, and the bytes of the other parts."""
+
+
+def _rounds(wave: Sequence[_ShardParts], own: int | None) -> Iterator[_Round]:
+    """Request one part of each shard of a wave in turn, until all of them are complete.
+
+    All ranks make these requests in the same order. A rank writes its part after a round, not
+    within it, so that all ranks write at the same time.
+    """
+    left = dict(enumerate(wave))
+    while left:
+        part, others = None, 0
+        for number, parts in list(left.items()):
+            found = parts.request()
+            if found is None:
+                del left[number]
+            elif number == own:
+                tensor, values = found
+                # The parts of the next shards may use the same memory.
+                part = (tensor, values if len(wave) == 1 else values.clone())
+            else:
+                others += found[1].nbytes
+        if left:
+            yield part, others
+
+
+def _write_shard(
+    shard: _Shard, rounds: Iterator[_Round], file: DirectWriter, counter: _ProgressCounter
+) -> FileRecord:
     file.write(memoryview(shard.header))
     counter.add(len(shard.header), "")
     crcs = {tensor.name: 0 for tensor in shard.tensors}
     left = {tensor.name: tensor.nbytes for tensor in shard.tensors}
-    for tensor, part in parts:
+    for own, others in rounds:
+        counter.add(others, "")
+        if own is None:
+            continue
+        tensor, part = own
         name = tensor.name
         assert part.device.type == "cpu", f"{name}: a part is on {part.device}"
         assert part.is_contiguous(), f"{name}: a part is not contiguous"

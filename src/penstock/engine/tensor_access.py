@@ -221,6 +221,9 @@ class TensorAccess:
         data = self._memory.staging[: extent.stored_nbytes]
         if not write:
             store.start_read(extent, data.numpy()).wait()
+            if self._ranks.world > 1:
+                # Ranks that write several files at the same time read tensors in turn.
+                data = data.clone()
         yield Span(role, data, stored.first, stored.elements, self._tiers.formats)
         if write:
             store.start_write(extent, data.numpy()).wait()
