@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from penstock.observe.hardware import disk_name
+from penstock.observe.peers import PEERS
 from penstock.observe.recorder import Recorder
 from penstock.observe.records import Event, Phase, Planned, PlannedTier
 from penstock.observe.samplers import TierMemorySampler
@@ -34,6 +35,7 @@ MAX_CACHED = 64
 """Number of programs and batch shapes whose transfers are cached."""
 
 _TRANSFER_VERBS = (Verb.FETCH, Verb.OFFLOAD, Verb.READ, Verb.WRITE)
+_PEER_VERBS = (Verb.GATHER, Verb.EXCHANGE, Verb.MEET)
 
 
 class EngineWatcher:
@@ -169,6 +171,8 @@ class EngineEvents:
                 found += self._transfers(record, ran, step)
             elif verb is Verb.SWEEP and not ran.operation.gpu:
                 found += self._cpu_sweep(record, ran, step)
+            elif verb in _PEER_VERBS:
+                found.append(self._peer_work(record, ran, step))
             else:
                 found.append(self._gpu_work(record, ran, step))
         return found
@@ -204,6 +208,12 @@ class EngineEvents:
         name = f"{ran.operation.verb} {_block_name(record, ran)}"
         start, end, phase = self._span(record, ran)
         return Event("gpu", kind, name, start, end, step, phase)
+
+    def _peer_work(self, record: StepRecord, ran: TimelineEvent, step: int | None) -> Event:
+        """Return an event of what ranks do together, which includes waiting for them."""
+        name = f"{ran.operation.verb} {_block_name(record, ran)}"
+        start, end, phase = self._span(record, ran)
+        return Event(PEERS, "peers", name, start, end, step, phase)
 
     def _span(self, record: StepRecord, ran: TimelineEvent) -> tuple[float, float, str]:
         began = record.host_time - self._origin

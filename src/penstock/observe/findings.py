@@ -27,6 +27,7 @@ from penstock.observe.labels import (
     shorten,
 )
 from penstock.observe.measures import Measures
+from penstock.observe.peers import peer_waits, rank_title
 from penstock.observe.records import DRIVER
 from penstock.observe.series import GPU_LINKS, Series
 from penstock.observe.steps import OUTSIDE, UNNAMED, UPDATE, without_warmup
@@ -231,6 +232,28 @@ def exposed_copies(m: Measures) -> Iterator[Finding]:
         advice = "Copies that run during another wait cost no extra time."
     costs = m.hidden < IDLE and alone >= SIGNIFICANT * m.seconds
     yield Finding("overlap", "warn" if costs else "note", text, advice, alone)
+
+
+def waits_for_peers(m: Measures) -> Iterator[Finding]:
+    """Report how long ranks waited for each other, and which of them came last."""
+    found = peer_waits(m.run)
+    if found is None or m.seconds is None:
+        return
+    waiting, seconds = max(found.waited.items(), key=lambda item: item[1])
+    if seconds < SIGNIFICANT * m.seconds:
+        return
+    last, lost = max(found.late.items(), key=lambda item: item[1])
+    others = [f"{rank_title(name)} {seconds_text(s)}" for name, s in found.waited.items()
+              if name != waiting]  # fmt: skip
+    yield Finding(
+        "peers", "warn",
+        f"waits for peers: {rank_title(waiting)} waited {seconds_text(seconds)} per step for other "
+        f"ranks ({join_words(others)}). {rank_title(last).capitalize()} was late: others waited "
+        f"{seconds_text(lost)} per step for it",
+        "A rank is late if it has more micro-batches than others, or a slower GPU, link or memory. "
+        "Waits that run concurrently with compute cost no time.",
+        seconds,
+    )  # fmt: skip
 
 
 # Time: links, copies, idle GPUs and slow steps.
@@ -628,6 +651,7 @@ def separate_sweeps(m: Measures) -> Iterator[Finding]:
 
 FINDERS: tuple[Finder, ...] = (
     gpu_waits,
+    waits_for_peers,
     exposed_copies,
     pageable_copies,
     slow_links,

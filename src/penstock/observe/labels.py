@@ -24,6 +24,7 @@ _RESOURCES = {
     "d2h": "copies from the GPU",
     SWEEP: "the CPU optimizer sweep",
     "cpu": "the CPU",
+    "ranks": "exchanges between ranks",
 }
 
 _MEMORIES = {

@@ -100,6 +100,11 @@ class Observer:
         self._origin, self._samples_machine = origin, False
         return self
 
+    @property
+    def origin(self) -> float:
+        """The origin of time of a recording that has started."""
+        return self._running().origin
+
     def __enter__(self) -> Self:
         self.start()
         return self

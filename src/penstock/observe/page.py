@@ -37,6 +37,7 @@ from penstock.observe.loss_curve import LossCurve, draw_loss_curve
 from penstock.observe.markup import colour_of, data_block, table, tag, text
 from penstock.observe.measures import Measures, measure
 from penstock.observe.page_plots import step_window, widened_window
+from penstock.observe.peers import peer_waits
 from penstock.observe.plots import PhaseIndex, Plot, draw_plot, plot_data
 from penstock.observe.series import Peak
 from penstock.observe.steps import UNNAMED, without_warmup
@@ -79,6 +80,7 @@ def page(m: Measures, losses: LossCurve | None = None) -> str:
     body += section("Overlap", overlap_table(m))
     body += section("Timeline", _timeline(steps, phases))
     body += section("Peaks", peak_table(m), phase_table(m))
+    body += section("Processes", process_table(m))
     body += section("Whole run", _draw_plots(whole, phases))
     body += section("About this run", about(m))
     data: dict[str, Any] = {
@@ -317,7 +319,7 @@ def about(m: Measures) -> str:
     pairs = "".join(tag("dt", text(name)) + tag("dd", text(value)) for name, value in rows)
     notes = "".join(tag("li", text(note)) for note in missing_data(m))
     listed = tag("h3", "Missing data") + tag("ul", notes) if notes else ""
-    return tag("dl", pairs, class_="about") + _processes(m) + listed
+    return tag("dl", pairs, class_="about") + listed
 
 
 def _ending(m: Measures) -> str:
@@ -346,18 +348,24 @@ def missing_data(m: Measures) -> list[str]:
     return list(dict.fromkeys(notes))
 
 
-def _processes(m: Measures) -> str:
-    """Return a table of the processes, if there are several."""
+def process_table(m: Measures) -> str:
+    """Return a table of the processes, if there are several: their phases and their waits."""
     if len(m.run.ranks) < 2:
         return ""
-    rows = []
-    for name, run in m.run.ranks.items():
-        own = measure(run)
+    measured = {name: measure(run) for name, run in m.run.ranks.items()}
+    phases = list(dict.fromkeys(phase for own in measured.values() for phase in own.phases))
+    peers, rows = peer_waits(m.run), []
+    for name, own in measured.items():
         peaks = {peak.key: peak.measured for peak in own.peaks}
-        rows.append((name, seconds_text(own.seconds), nbytes_text(peaks.get("gpu0.allocated")),
+        waits = (None, None) if peers is None else (peers.waited[name], peers.late[name])
+        rows.append((name, seconds_text(own.seconds),
+                     *(seconds_text(own.phases.get(phase)) for phase in phases),
+                     *map(seconds_text, waits), nbytes_text(peaks.get("gpu0.allocated")),
                      nbytes_text(peaks.get("host.rss"))))  # fmt: skip
-    head = ("process", "step time", "GPU, tensors", "host")
-    return table(head, rows, caption="Processes. The report shows the first one that has phases")
+    head = ("process", "step time", *(shorten(phase, 30) for phase in phases), "waits for peers",
+            "others wait for it", "GPU, tensors", "host")  # fmt: skip
+    caption = "Processes, with times per step. The other sections show the first that has phases"
+    return table(head, rows, caption=caption)
 
 
 # Parts that the comparison page uses too.
@@ -495,5 +503,20 @@ def report_json(m: Measures, findings: Sequence[Finding], path: Path) -> dict[st
             {"kind": f.kind, "level": f.level, "text": f.text, "seconds": f.seconds}
             for f in findings
         ],
+        "ranks": _ranks_json(m),
         "missing": missing_data(m),
     }  # fmt: skip
+
+
+def _ranks_json(m: Measures) -> dict[str, Any]:
+    """Return the figures of each process, if there are several."""
+    peers, found = peer_waits(m.run), {}
+    for name, run in m.run.ranks.items():
+        own = measure(run)
+        found[name] = {
+            "step_seconds": own.seconds,
+            "phases": dict(own.phases),
+            "peer_wait_seconds": None if peers is None else peers.waited[name],
+            "late_seconds": None if peers is None else peers.late[name],
+        }
+    return found

@@ -218,10 +218,10 @@ class Event:
     """One operation: a copy, a kernel, an optimizer sweep, a read or a write."""
 
     track: str
-    """The row it is drawn on: gpu, h2d, d2h, node0, disk:vda, cpu sweep."""
+    """The row it is drawn on: gpu, h2d, d2h, node0, disk:vda, cpu sweep, ranks."""
 
     kind: str
-    """compute, copy, sweep, read, write or kernel."""
+    """compute, copy, sweep, read, write, kernel or peers (what ranks do together)."""
 
     name: str
     start: float

@@ -217,7 +217,10 @@ def recording_directory(path: str | Path) -> Path:
 
 
 def read_run(path: str | Path) -> RecordedRun:
-    """Read a run and, if `penstock profile` recorded it, its processes.
+    """Read a run and, if it has several, its processes.
+
+    `penstock profile` records every process in a directory of its own. Rank 0 of `penstock train`
+    records itself together with the machine, and the other ranks are next to it.
 
     Raises ObserveError if the directory does not contain a run.
     """
@@ -227,6 +230,8 @@ def read_run(path: str | Path) -> RecordedRun:
         (path for pattern in PROCESS_PATTERNS for path in folder.glob(pattern)), key=_process_order
     )
     ranks = {path.name: _read_process(path) for path in processes if (path / OBSERVE_FILE).exists()}
+    if ranks and machine.phases:
+        return replace(machine, notes=_all_notes(machine, ranks), ranks={"rank-0": machine} | ranks)
     return _join_processes(machine, ranks) if ranks else machine
 
 
@@ -328,7 +333,6 @@ def _join_processes(machine: RecordedRun, ranks: dict[str, RecordedRun]) -> Reco
         machine_samples = tuple(replace(s, host=replace(s.host, rss=None)) for s in machine_samples)
     samples = _fill_in_phases((*machine_samples, *first.samples), first.phases)
     observation, of_first = machine.observation, first.observation
-    notes = dict.fromkeys([*machine.notes, *(note for run in ranks.values() for note in run.notes)])
     return RecordedRun(
         observation=replace(
             observation,
@@ -340,9 +344,14 @@ def _join_processes(machine: RecordedRun, ranks: dict[str, RecordedRun]) -> Reco
         samples=tuple(sorted(samples, key=lambda sample: sample.t)),
         phases=first.phases,
         events=first.events,
-        notes=tuple(notes),
+        notes=_all_notes(machine, ranks),
         ranks=ranks,
     )
+
+
+def _all_notes(machine: RecordedRun, ranks: dict[str, RecordedRun]) -> tuple[str, ...]:
+    found = [*machine.notes, *(note for run in ranks.values() for note in run.notes)]
+    return tuple(dict.fromkeys(found))
 
 
 def _fill_in_phases(samples: Iterable[Sample], phases: Sequence[Phase]) -> list[Sample]:

@@ -18,7 +18,7 @@ MAX_BOXES = 1500
 """Number of boxes drawn for one step. Boxes that are too close together are merged."""
 
 LANE_HEIGHT = 24
-FIRST_TRACKS = ("gpu", "h2d", "d2h", "cpu sweep")
+FIRST_TRACKS = ("gpu", "h2d", "d2h", "cpu sweep", "ranks")
 MAX_TRACKS = 24
 
 

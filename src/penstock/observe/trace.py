@@ -21,7 +21,7 @@ TRACE_FILE = "trace.json"
 
 TraceRow = dict[str, Any]
 
-_FIRST_TRACKS = ("gpu", "h2d", "d2h", "cpu sweep")
+_FIRST_TRACKS = ("gpu", "h2d", "d2h", "cpu sweep", "ranks")
 """Tracks that come first, in this order."""
 
 _FURTHER = " ("

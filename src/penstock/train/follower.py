@@ -20,6 +20,7 @@ from penstock.train.signals import StopRequest
 if TYPE_CHECKING:
     from penstock.distributed.rank_group import RankGroup
     from penstock.engine.engine import Engine
+    from penstock.train.profile import RankProfiler
 
 SHARED_SECONDS = 10.0
 """How long a rank looks for a file of rank 0. Network file systems show new files after seconds."""
@@ -39,6 +40,7 @@ class _Follower:
         self._commands = RankFollower(group.transport, stop)
         self._opened = opened
         self._engine: Engine | None = None
+        self._profiler: RankProfiler | None = None
 
     @property
     def engine(self) -> Engine:
@@ -62,6 +64,8 @@ class _Follower:
                     self._evaluate()
                 case Command.WRITE:
                     self._write(read_fields(data))
+                case Command.PROFILE:
+                    self._profile(read_fields(data))
 
     def _check_out(self, fields: dict[str, Any]) -> None:
         from penstock.engine.rank_agreement import all_or_none
@@ -93,6 +97,8 @@ class _Follower:
         # Rank 0 raises the same errors, and saves a checkpoint first.
         with suppress(BatchError, NonFiniteLossError):
             self.engine.step(batch)
+        if self._profiler is not None:
+            self._profiler.count_step()
 
     def _evaluate(self) -> None:
         # As above, or rank 0 has stopped the evaluation before its first batch.
@@ -106,6 +112,17 @@ class _Follower:
                 yield read_batch(data)[0]
             elif command is Command.LAST_BATCH:
                 return
+
+    def _profile(self, fields: dict[str, Any]) -> None:
+        from penstock.train.profile import RankProfiler
+
+        place = self._group.place
+        self._profiler = RankProfiler(
+            Path(fields["folder"], f"rank-{place.rank}"), fields["steps"],
+            # Another machine has another clock.
+            fields["origin"] if place.machine == 0 else None,
+        )  # fmt: skip
+        self._opened.callback(self._profiler.close)
 
     def _write(self, fields: dict[str, Any]) -> None:
         # Rank 0 has the same error, and decides what follows.

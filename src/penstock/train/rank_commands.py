@@ -49,6 +49,8 @@ class Command(IntEnum):
     """Do nothing: rank 0 asks for signals."""
     END = 9
     """End the run."""
+    PROFILE = 10
+    """Record the next steps."""
 
 
 class RankLeader:
@@ -60,8 +62,17 @@ class RankLeader:
     @property
     def stop_requested(self) -> bool:
         """Whether somebody wants to stop the run: a signal was sent to this or any other rank."""
-        self._send(Command.LISTEN)
+        self.wait_for_ranks()
         return self._stop.requested
+
+    def wait_for_ranks(self) -> None:
+        """Return when all ranks have done everything that they were told before."""
+        self._send(Command.LISTEN)
+
+    def profile(self, folder: str, origin: float, steps: int) -> None:
+        """Let the other ranks record steps, next to the recording of this one."""
+        fields = {"folder": folder, "origin": origin, "steps": steps}
+        self._send(Command.PROFILE, _to_bytes(fields))
 
     def check_out(self, path: str, settings: Mapping[str, Any]) -> None:
         self._send(Command.CHECK_OUT, _to_bytes({"path": path, "settings": settings}))

@@ -137,7 +137,8 @@ def _train(
             if profile is not None:
                 from penstock.train.profile import StepProfiler
 
-                listeners.add(StepProfiler(settings.checkpoint.out, profile, listeners.note))
+                out, note = settings.checkpoint.out, listeners.note
+                listeners.add(StepProfiler(out, profile, note, leader))
             finished = TrainingLoop(run, listeners, view, stop).run()
             return 0 if finished else stop.exit_code
     finally:
