@@ -11,7 +11,7 @@ import copy
 import hashlib
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,7 +25,7 @@ from penstock.checkpoint.errors import BaseModelError
 from penstock.durable_files import replace_file
 from penstock.errors import RecordError
 from penstock.model.adapters import Adapter, base_name
-from penstock.model.inventory import TensorSpec
+from penstock.model.inventory import Block, TensorSpec
 from penstock.packed_weights import Quantization
 from penstock.roles import SWEEP_LEAF, Dtype
 
@@ -84,18 +84,25 @@ class WeightDigest:
     """Hashes the frozen weights of a model while they are loaded.
 
     It contains the first elements of every tensor in the type of the run, so it depends neither on
-    the files that the weights come from nor on the plan. Weights that were trained further differ
-    in nearly all elements. Several threads may call `note`.
+    the files that the weights come from, nor on the plan, nor on the number of ranks. Weights that
+    were trained further differ in nearly all elements.
     """
 
     def __init__(self) -> None:
         self._sums: dict[str, str] = {}
 
-    def note(self, tensor: TensorSpec, low: int, values: torch.Tensor) -> None:
-        """Note elements of a tensor from `low` on, in the type of the run."""
-        if low == 0 and not tensor.trainable:
-            first = values[: min(SWEEP_LEAF, tensor.elements)].contiguous()
-            self._sums[base_name(tensor.name)] = to_hex(crc32c(bytes_of(first)))
+    def note_block(
+        self, block: Block, read: Callable[[TensorSpec, int, int], torch.Tensor]
+    ) -> None:
+        """Note the frozen tensors of a block. `read` returns elements in the type of the run."""
+        for tensor in block.tensors:
+            if not tensor.trainable:
+                self.note(tensor, read(tensor, 0, min(SWEEP_LEAF, tensor.elements)))
+
+    def note(self, tensor: TensorSpec, values: torch.Tensor) -> None:
+        """Note a frozen tensor, of which `values` are at least the first elements."""
+        first = values[: min(SWEEP_LEAF, tensor.elements)].contiguous()
+        self._sums[base_name(tensor.name)] = to_hex(crc32c(bytes_of(first)))
 
     @property
     def value(self) -> str:

@@ -211,7 +211,7 @@ class MergedWeights:
                 if values.dtype != kind:
                     values = formats.store_master(values.float(), kind)[0]
                 frozen = TensorSpec(name=tensor.name, shape=tensor.shape, trainable=False)
-                digest.note(frozen, 0, values)
+                digest.note(frozen, values)
         return BaseModel(path=path, dtype=dtype, digest=digest.value)
 
 

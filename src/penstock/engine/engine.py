@@ -51,7 +51,7 @@ from penstock.engine.gradients import NO_GRADIENT, round_gradients
 from penstock.engine.loss import ChunkedLoss, LossFunction, LossScale, TokenValues
 from penstock.engine.optimizer import Grouping, StreamedAdamW
 from penstock.engine.pending_update import PendingUpdate, draw_keys
-from penstock.engine.rank_agreement import all_or_none
+from penstock.engine.rank_agreement import all_or_none, gather_tensors
 from penstock.engine.rank_exchange import RankExchange, own_report
 from penstock.engine.report import StepReport, share
 from penstock.engine.restore import giving_back, load_into, restore_live
@@ -685,7 +685,6 @@ class Engine:
         Pending sweeps are finished first. The logits of a batch are large: one sequence of 4,096
         tokens has 1.2 GB of them with a vocabulary of 150,000 in bf16.
         """
-        self._check_one_rank("logits")
         self._check_computes_loss("logits()")
         self.finish()
         self.split_model.train(False)
@@ -697,29 +696,25 @@ class Engine:
                     step = self._evaluation_step(micros, size)
                     step.logits = found
                     self._runner.run(step)
-        return torch.cat([found[number] for number in sorted(found)])
+            gathered = gather_tensors(self.ranks, {str(number): t for number, t in found.items()})
+        return torch.cat([gathered[number] for number in sorted(gathered, key=int)])
 
     def _ask_for_token_values(self, step: StepState) -> None:
         if self.keeps_token_values:
-            self._check_one_rank("token_values")
             step.token_values = {}
 
     def _token_values(self, steps: Sequence[StepState]) -> list[TokenValues]:
         """Copy the values of one batch to the host: one entry, or none if nobody asked."""
-        found = {n: v for step in steps for n, v in (step.token_values or {}).items()}
-        if not found:
+        if not any(step.token_values is not None for step in steps):
             return []
+        found = {n: v for step in steps for n, v in (step.token_values or {}).items()}
         shapes = {m.number: m.shape for step in steps for each in step.rounds for m in each}
-        parts = [
-            [tensor.cpu().view(shapes[n]) for tensor in (found[n].entropy, found[n].is_top)]
-            for n in sorted(found)
-        ]
-        entropy, is_top = (torch.cat(side) for side in zip(*parts, strict=True))
-        return [TokenValues(entropy, is_top)]
-
-    def _check_one_rank(self, what: str) -> None:
-        if self.ranks.world > 1:
-            raise EngineError(f"{what} are available with one rank only, not {self.ranks.world}")
+        sides = []
+        for name in ("entropy", "is_top"):
+            own = {str(n): getattr(v, name).cpu().view(shapes[n]) for n, v in found.items()}
+            parts = gather_tensors(self.ranks, own)
+            sides.append(torch.cat([parts[number] for number in sorted(parts, key=int)]))
+        return [TokenValues(*sides)]
 
     def gradient_buffers_released(self) -> AbstractContextManager[int]:
         """Free device memory that only training steps need, inside a `with` block.
@@ -942,12 +937,18 @@ class Engine:
         if self._closed:
             return
         live = self.live_model
-        with contextlib.nullcontext() if live is None else giving_back(live, self.state, spill):
+        with contextlib.nullcontext() if live is None else self._giving_back(live, spill):
             self._closed = True
             self._runner.close()
             self.files.close()
             self.split_model.release()
             self._memory.release()
+
+    def _giving_back(
+        self, live: LiveModel, spill: str | Path | None
+    ) -> contextlib.AbstractContextManager[None]:
+        copies = max(1, len(self.plan.seats))  # every rank of this machine has the model
+        return giving_back(live, self.state, spill, self.ranks, copies)
 
     def __enter__(self) -> Self:
         return self

@@ -45,8 +45,6 @@ def set_master(
         values = source(tensor, low, high)
         if values.dtype != dtype:
             values = formats.store_master(values.float(), dtype)[0]
-        if digest is not None:
-            digest.note(tensor, low, values)
         return values
 
     def rest(tensor: TensorSpec, low: int, high: int) -> torch.Tensor:
@@ -56,6 +54,8 @@ def set_master(
         assert values is not None
         return values
 
+    if digest is not None:
+        digest.note_block(inventory.blocks[block], weight)
     access.fill(block, Role.WEIGHT, weight, executor=executor, trainable=trainable)
     if inventory.blocks[block].parameters(True) and trainable is not False:
         trained = (tensor for tensor in inventory.blocks[block].tensors if tensor.trainable)

@@ -746,10 +746,12 @@ def _load_weights(
     """Set all weights, or, without `draw`, only the frozen ones of a model with an adapter."""
     from penstock.checkpoint.adapter_files import WeightDigest
     from penstock.engine.initial_weights import draw_adapter, draw_weights, set_weights
+    from penstock.engine.rank_agreement import take_weights_of_rank_0
 
     adapter = engine.files.adapter
     if not isinstance(model, str | Path):
-        weights = {name: tensor.detach() for name, tensor in model.weights.items()}
+        own = {name: tensor.detach() for name, tensor in model.weights.items()}
+        weights = take_weights_of_rank_0(engine.ranks, own)
         digest = WeightDigest()
         set_weights(engine.access, engine.inventory, weights, digest=digest)
         _note_base(engine, digest.value)
@@ -774,7 +776,7 @@ def _load_weights(
 
 
 def _note_base(engine: Engine, digest: str) -> None:
-    """Note with which weights an adapter is trained. With several ranks, none has read them all."""
+    """Note with which weights an adapter is trained."""
     adapter = engine.files.adapter
-    if adapter is not None and engine.ranks.world == 1:
+    if adapter is not None:
         engine.files.adapter = replace(adapter, base=replace(adapter.base, digest=digest))

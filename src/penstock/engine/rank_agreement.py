@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
+from safetensors.torch import load, save
 
+from penstock.checkpoint.checksums import crc32c
+from penstock.checkpoint.disk import bytes_of
 from penstock.checkpoint.errors import (
     SAVE_FAILURES,
     UNREADABLE,
@@ -19,6 +22,8 @@ from penstock.engine.transport import Transport
 from penstock.errors import PeerLostError, RankFailedError
 
 _LENGTH = struct.Struct("<q")
+
+_SUM = struct.Struct("<I")
 
 _OUTCOME = struct.Struct("<BH2000s")
 """What a rank says about its part of some work: the kind of failure, and its message."""
@@ -37,6 +42,39 @@ def share_bytes(ranks: Transport, data: bytes = b"", source: int = 0) -> bytes:
     if nbytes:
         ranks.broadcast(values, source)
     return bytes(values.numpy())
+
+
+def gather_tensors(ranks: Transport, own: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """Return the host tensors of all ranks by name. No two ranks may use the same name."""
+    if ranks.world == 1:
+        return own
+    sent, found = save({name: tensor.contiguous() for name, tensor in own.items()}), dict(own)
+    for source in range(ranks.world):
+        received = share_bytes(ranks, sent, source)
+        if source != ranks.rank:
+            found |= load(received)
+    return found
+
+
+def take_weights_of_rank_0(
+    ranks: Transport, own: Mapping[str, torch.Tensor]
+) -> Mapping[str, torch.Tensor]:
+    """Replace weights that differ between ranks by those of rank 0. All have the same names.
+
+    Every process of a script makes its own model, and draws new weights, such as those of an
+    adapter, from a seed of its own.
+    """
+    if ranks.world == 1:
+        return own
+    sums = b"".join(_SUM.pack(crc32c(bytes_of(t.cpu().contiguous()))) for t in own.values())
+    everyones = [share_bytes(ranks, sums, source) for source in range(ranks.world)]
+    found = dict(own)
+    for number, (name, tensor) in enumerate(own.items()):
+        at = slice(number * _SUM.size, (number + 1) * _SUM.size)
+        if len({each[at] for each in everyones}) > 1:
+            found[name] = tensor.cpu().contiguous().clone()
+            ranks.broadcast(found[name].view(-1), 0)
+    return found
 
 
 @contextlib.contextmanager

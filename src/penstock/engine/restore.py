@@ -13,7 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from penstock.checkpoint.disk import check_room
+from penstock.engine.rank_agreement import all_or_none
 from penstock.engine.state_view import StateView
+from penstock.engine.transport import Transport
 from penstock.errors import EngineError, ModelRestoreError
 from penstock.machine.limits import host_memory
 from penstock.machine.sysfs import System
@@ -93,20 +95,25 @@ def _check_same(targets: Mapping[str, nn.Parameter | None], state: StateView) ->
 
 
 @contextlib.contextmanager
-def giving_back(live: LiveModel, state: StateView, spill: str | Path | None) -> Iterator[None]:
+def giving_back(
+    live: LiveModel, state: StateView, spill: str | Path | None, ranks: Transport, copies: int
+) -> Iterator[None]:
     """Give a model its weights back; the engine releases its memory inside the block.
 
     Without enough memory next to the engine, the weights wait in the directory `spill`. If they
-    cannot be given back, a warning says so, and the engine still releases its memory.
+    cannot be given back, a warning says so, and the engine still releases its memory. All ranks
+    call this: `copies` of them are on this machine, and each has the model.
     """
     spilled, problem = None, None
     try:
-        if spill is not None and live.nbytes > host_memory(System()).free:
+        if _must_spill(live, ranks, copies, can_spill=spill is not None):
+            assert spill is not None
             spilled = SpilledWeights(live, state, spill)
         else:
             restore_live(live, state.weight)
     except Exception as error:  # also an I/O error
         problem = error
+        ranks.abort(error)  # the others may wait for tensors of this rank
     yield
     try:
         if spilled is not None:
@@ -119,6 +126,16 @@ def giving_back(live: LiveModel, state: StateView, spill: str | Path | None) -> 
     live.guard(SHELL)
     text = f"the model that was passed to prepare has no weights now: {problem}"
     warnings.warn(text, ModelNotRestoredWarning, stacklevel=4)
+
+
+def _must_spill(live: LiveModel, ranks: Transport, copies: int, *, can_spill: bool) -> bool:
+    """Decide for all ranks whether the weights wait on disk until the engine's memory is free."""
+    needed = copies * live.nbytes
+    with all_or_none(ranks):
+        free = host_memory(System()).free
+        if needed > free and not can_spill:
+            raise ModelRestoreError(type(live.model).__name__, wanted=needed, free=free)
+    return b"\1" in ranks.meet(b"\1" if needed > free else b"\0")
 
 
 def move_back(live: LiveModel) -> None:
