@@ -21,7 +21,7 @@ from penstock.engine.engine import Engine
 from penstock.engine.gradients import add_in_order
 from penstock.engine.transport import SingleRank
 from penstock.errors import EngineError, NonFiniteLossError, PeerLostError
-from tests.equivalence.runs import DRAM, RESIDENT, WAYS, Result, Setup, Way, differing, follow
+from tests.equivalence.runs import DISK, DRAM, RESIDENT, WAYS, Result, Setup, Way, differing, follow
 from tests.equivalence.runs import state_of as state_of_engine
 from tests.support.ranks import on_each_rank
 
@@ -143,6 +143,27 @@ def test_accumulated_gradients_and_evaluation_are_the_same_on_ranks(tmp_path: Pa
         assert_same(one, result)
 
 
+def test_logits_and_values_of_tokens_are_the_same_on_ranks(tmp_path: Path) -> None:
+    setup = Setup.of("llama", batch=7)
+    full, short = setup.batches(2)
+    short = {key: value[:1] for key, value in short.items()}  # one rank computes it
+
+    def work(engine: Engine) -> list[torch.Tensor]:
+        engine.keeps_token_values = True
+        engine.step(full)
+        found = list(engine.token_values)
+        engine.evaluate([full, short])
+        found += engine.token_values
+        logits = [engine.logits({"input_ids": b["input_ids"]}) for b in (full, short)]
+        return [*logits, *(t for values in found for t in (values.entropy, values.is_top))]
+
+    with setup.engine(RESIDENT, tmp_path) as engine:
+        one = work(engine)
+    for found in run_on_ranks(setup, MIXED, tmp_path, 3, work):
+        assert len(found) == len(one) == 8
+        assert all(torch.equal(a, b) for a, b in zip(found, one, strict=True))
+
+
 # Checkpoints.
 
 
@@ -230,6 +251,17 @@ def test_every_rank_writes_some_of_the_files(
         assert own == [name for name in shards if (int(name.split("-")[1]) - 1) % 3 == rank]
     indices = [name for name in written[1, 0] if name.endswith(".json")]
     assert [name for name in written[3, 0] if name.endswith(".json")] == indices
+
+
+@pytest.mark.usefixtures("small_shards")
+def test_files_that_are_written_at_the_same_time_may_come_from_disk(tmp_path: Path) -> None:
+    """All data passes through the same staging memory, whichever file it is for."""
+    setup = Setup.of("llama", batch=7)
+    for world, way in ((1, RESIDENT), (2, DISK)):
+        continue_on_ranks(setup, way, tmp_path, world, setup.batches(1), write=str(world))
+
+    for path in (tmp_path / "1").iterdir():
+        assert (tmp_path / "2" / path.name).read_bytes() == path.read_bytes(), path.name
 
 
 @pytest.mark.usefixtures("small_shards")

@@ -12,6 +12,7 @@ from penstock.machine.machine import Machine
 from penstock.plan.budget import Budget
 from penstock.plan.plan import Plan
 from penstock.plan.workload import CallerLoss
+from penstock.rank_place import RankPlace
 from penstock.roles import Dtype
 from penstock.units import parse_bytes
 
@@ -111,6 +112,14 @@ def _check(tokens: int, live_forwards: int, arguments: Mapping[str, Any]) -> Non
     for name, value in (("tokens", tokens), ("live_forwards", live_forwards)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise SettingsError(name, f"must be a number of 1 or more, got {value!r}")
+    place = RankPlace.of()
+    if place is not None and place.world > 1:
+        raise SettingsError(
+            "world_size",
+            f"is {place.world}, but penstock.stream trains in one process. Start the script with "
+            f"python; for supervised fine-tuning on several GPUs, use PenstockTrainer or "
+            f"PenstockSFTTrainer with torchrun, or `penstock train --gpus {place.local_world}`",
+        )
     for name in ("batch", "micro_batch"):
         if name in arguments:
             raise SettingsError(name, "is not a setting of penstock.stream; use tokens and context")

@@ -2,12 +2,14 @@
 
 `torchrun` and `penstock train --gpus N` start one process per rank and describe it in environment
 variables. `open_rank_group` reads them and connects the processes: this is the only place where a
-process group is created and a transport is chosen.
+process group is created and a transport is chosen. A script may have initialized torch.distributed
+already; Penstock's group is then one of several, and closing it leaves the others alone.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import time
 from collections.abc import Iterator
@@ -29,7 +31,10 @@ anything to do. A lost rank ends calls by its closed connections, not by this ti
 REPORT_SECONDS = 2.0
 """How long a rank that has lost another one waits for the other's own message."""
 
-_REPORTED = "penstock/reported"
+_OPENED = itertools.count()
+"""How many groups this process has opened: a script may open one after another."""
+
+_REPORTED = "reported"
 """Key of the number of messages that ranks of this run have printed."""
 
 
@@ -38,9 +43,11 @@ class RankGroup:
 
     def __init__(
         self, place: RankPlace, transport: Transport, device: str | None,
-        store: Any = None, watch: PeerWatch | None = None,
+        store: Any = None, watch: PeerWatch | None = None, added: Any = None,
     ) -> None:  # fmt: skip
         self.place, self.transport, self.watch = place, transport, watch
+        self._added = added
+        """The process group, if it was added to those of a script; None if it is the only one."""
         self.device = device
         """Device that this rank computes on, such as `cuda:1` or `cpu`; None to choose it."""
         self._store = store
@@ -115,11 +122,15 @@ class RankGroup:
             return
         import torch.distributed as dist
 
+        from penstock.distributed.rank_transport import RankTransport
+
         self.transport.meet(b"\0")
         self._store = None
+        if isinstance(self.transport, RankTransport):
+            self.transport.close()
         if self.watch is not None:
             self.watch.close()
-        dist.destroy_process_group()
+        dist.destroy_process_group(self._added)
 
     def __enter__(self) -> Self:
         return self
@@ -140,13 +151,16 @@ def single_rank() -> RankGroup:
     return RankGroup(RankPlace(), SingleRank(), None)
 
 
-def open_rank_group(place: RankPlace) -> RankGroup:
-    """Connect this process to the other ranks, and choose its device. All ranks call this."""
+def open_rank_group(place: RankPlace, *, on_cpu: bool = False) -> RankGroup:
+    """Connect this process to the other ranks, and choose its device. All ranks call this.
+
+    With `on_cpu`, it computes on the CPU even if there is a GPU.
+    """
     import torch
     import torch.distributed as dist
 
     device = "cpu"
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() and not on_cpu:
         if torch.cuda.device_count() < place.local_world:
             raise EngineError(
                 f"there are {place.local_world} ranks on this machine, and each needs a GPU, but "
@@ -156,34 +170,44 @@ def open_rank_group(place: RankPlace) -> RankGroup:
         torch.cuda.set_device(place.local_rank)
     if place.world == 1:
         return RankGroup(place, SingleRank(), device)
-    dist.init_process_group("gloo", timeout=TIMEOUT)
-    store: Any = dist.distributed_c10d._get_default_store()
+    added = None
+    if dist.is_initialized():
+        # The script's own group may have another backend and a timeout of minutes.
+        added = dist.new_group(backend="gloo", timeout=TIMEOUT)
+    else:
+        dist.init_process_group("gloo", timeout=TIMEOUT)
+    store: Any = _own_part(dist.distributed_c10d._get_default_store())
     watch = _watch_ranks(place, store)
-    return RankGroup(place, _open_transport(watch, store), device, store, watch)
+    return RankGroup(place, _open_transport(watch, store, added), device, store, watch, added)
 
 
 def _watch_ranks(place: RankPlace, store: Any) -> PeerWatch:
     """Connect this rank to all others, and watch them from now on."""
+    from torch._C._distributed_c10d import PrefixStore
+
     from penstock.distributed.peer_sockets import connect_ranks
     from penstock.distributed.peer_watch import PeerWatch
 
-    return PeerWatch(connect_ranks(_part_of("watch", store), place.rank, place.world))
+    return PeerWatch(connect_ranks(PrefixStore("watch", store), place.rank, place.world))
 
 
-def _open_transport(watch: PeerWatch, store: Any) -> Transport:
+def _open_transport(watch: PeerWatch, store: Any, group: Any) -> Transport:
     """Return the transport of this rank, which follows the plan once there is one."""
+    from torch._C._distributed_c10d import PrefixStore
+
     from penstock.distributed.gloo_ranks import GlooTransport
     from penstock.distributed.rank_transport import RankTransport
 
-    return RankTransport(GlooTransport(watch), _part_of("data", store))
+    return RankTransport(GlooTransport(watch, group), PrefixStore("data", store))
 
 
-def _part_of(name: str, store: Any) -> Any:
-    """Return a part of the store, for one purpose and one attempt.
+def _own_part(store: Any) -> Any:
+    """Return a part of the store that no other group uses.
 
-    A launcher that restarts its workers keeps its store, with what the lost ones wrote.
+    A launcher that restarts its workers keeps its store, with what the lost ones wrote, and a
+    script may open several groups. All ranks open equally many.
     """
     from torch._C._distributed_c10d import PrefixStore
 
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"penstock/{name}/{attempt}", store)
+    return PrefixStore(f"penstock/{attempt}/{next(_OPENED)}", store)

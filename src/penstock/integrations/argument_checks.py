@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from penstock.errors import SettingsError
+from penstock.integrations.several_ranks import check_launch
 
 logger = logging.getLogger(__name__)
 
@@ -85,18 +86,14 @@ def check_training_arguments(args: Any) -> None:
 
 
 def check_devices(args: Any) -> None:
-    """Raise SettingsError unless one process trains on one device."""
-    if args.world_size > 1:
-        raise SettingsError(
-            "world_size",
-            f"is {args.world_size}, but a trainer with Penstock runs in one process; start the "
-            f"script with python instead of torchrun or accelerate launch",
-        )
+    """Raise SettingsError unless each process trains on one device."""
+    check_launch(args)
     if args.n_gpu > 1:
         raise SettingsError(
             "n_gpu",
             f"is {args.n_gpu}: Trainer would copy the model to all visible GPUs (DataParallel). "
-            f"Make one visible, for example with CUDA_VISIBLE_DEVICES=0",
+            f"Start the script with torchrun to train on all of them, or make one visible, for "
+            f"example with CUDA_VISIBLE_DEVICES=0",
         )
 
 

@@ -7,6 +7,7 @@ to a draft and renames it to that name, and the trainer adds its own small files
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -26,6 +27,7 @@ from penstock.checkpoint.manifest import (
 from penstock.checkpoint.record_files import record_checkpoint
 from penstock.checkpoint.run_directory import discard, draft_of
 from penstock.checkpoint.training_state import STATE
+from penstock.engine.rank_agreement import all_or_none, share_bytes
 
 if TYPE_CHECKING:
     from penstock.engine.engine import Engine
@@ -41,15 +43,26 @@ _NAME = re.compile(r"checkpoint-([0-9]+)")
 def write_model(engine: Engine, folder: Path, *, tokenizer: Any, optimizer: bool) -> None:
     """Save the weights and, with `optimizer`, what a resume needs; replace an earlier model.
 
-    The files get their names when all of them are complete.
+    The files get their names when all of them are complete. Rank 0 calls this, and the other ranks
+    `join_write`.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with draft_of(folder) as draft:
+    with contextlib.ExitStack() as opened:
+        with all_or_none(engine.ranks):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            draft = opened.enter_context(draft_of(folder))
+        share_bytes(engine.ranks, str(draft.absolute()).encode())
         engine.write(draft, optimizer=optimizer, tokenizer=tokenizer)
         if folder.exists():
             _replace_files(draft, folder)
         else:
             os.rename(draft, folder)
+
+
+def join_write(engine: Engine, *, optimizer: bool) -> None:
+    """Write this rank's part of a model that rank 0 saves with `write_model`."""
+    with all_or_none(engine.ranks):
+        pass  # rank 0 makes the draft
+    engine.write(share_bytes(engine.ranks).decode(), optimizer=optimizer)
 
 
 def _replace_files(draft: Path, folder: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from rich.console import Console
 from torch import nn
 
 from penstock.checkpoint.manifest import Checkpoint
+from penstock.distributed.rank_group import RankGroup, single_rank
 from penstock.engine.engine import Engine
 from penstock.engine.loss import LossFunction
 from penstock.engine.plan_choice import (
@@ -22,7 +23,8 @@ from penstock.engine.plan_choice import (
     plan_request,
 )
 from penstock.engine.prepare import adapter_of, inspect_model, prepare
-from penstock.errors import SettingsError
+from penstock.engine.rank_agreement import all_or_none
+from penstock.errors import RecordError, SettingsError, WorkloadError
 from penstock.integrations.config import PenstockConfig
 from penstock.model.adapters import without_wrapper
 from penstock.model.inventory import Inventory
@@ -49,7 +51,7 @@ class EngineRequest:
     """The trainer's arguments."""
     config: PenstockConfig
     rows: int
-    """Sequences per optimizer step."""
+    """Sequences per optimizer step, on all ranks together."""
     length: Callable[[int | None], tuple[int, str]]
     """Returns the longest sequence, and where it comes from, given the model's limit."""
     steps: int | None
@@ -61,19 +63,24 @@ class EngineRequest:
     loss: LossFunction | None = None
     resume: Checkpoint | None = None
     """Checkpoint whose numerics the run keeps."""
+    group: RankGroup = field(default_factory=single_rank)
+    """This process among the ranks of the trainer."""
 
 
 def open_engine(request: EngineRequest, *, show: bool) -> Engine:
-    """Plan memory for a trainer, and build the engine."""
-    settings = _settings(request)
-    config, inventory = inspect_model(request.model, settings)
-    length, source = request.length(inventory.max_context)
-    settings = settings.replace({"context": length})
-    resume = None if request.resume is None else load_resume_point(request.resume)
-    if resume is not None:
-        resume.check_formats(settings)
-    choice = _choose_plan(request, settings, config, inventory, resume)
-    if show and request.config.show_plan:
+    """Plan memory for a trainer, and build the engine. All ranks call this, and rank 0 plans."""
+    settings, ranks = _settings(request), request.group.transport
+    choice = None
+    with all_or_none(ranks):
+        config, inventory = inspect_model(request.model, settings)
+        length, source = request.length(inventory.max_context)
+        settings = settings.replace({"context": length})
+        resume = None if request.resume is None else load_resume_point(request.resume)
+        if resume is not None:
+            resume.check_formats(settings)
+        if request.group.talks:
+            choice = _choose_plan(request, settings, config, inventory, resume)
+    if show and choice is not None and request.config.show_plan:
         console = Console(file=sys.stdout, width=120, highlight=False)
         console.print(f"Penstock plans for sequences of {length} tokens ({source}).")
         print_plan(console, choice)
@@ -81,7 +88,8 @@ def open_engine(request: EngineRequest, *, show: bool) -> Engine:
     options.pop("machine", None)
     return prepare(
         request.model, plan=choice, settings=settings, optimizer=request.optimizer,
-        param_groups=_grouping(request), loss=request.loss, device=_device(request.args), **options,
+        param_groups=_grouping(request), loss=request.loss, ranks=ranks,
+        device=request.group.device or _device(request.args), **options,
     )  # fmt: skip
 
 
@@ -99,13 +107,36 @@ def _choose_plan(
     machine = (request.config.engine or {}).get("machine")
     if machine is not None:
         target = replace(target, machine=machine)
-    made = plan_request(
-        inventory, settings, target,
-        config=config, budget=budget, steps=request.steps, own_loss=request.loss is not None,
-        adapter=adapter_of(request.model, settings),
-    )  # fmt: skip
+    try:
+        made = plan_request(
+            inventory, settings, target,
+            config=config, budget=budget, steps=request.steps, own_loss=request.loss is not None,
+            adapter=adapter_of(request.model, settings), machines=request.group.place.machines,
+        )  # fmt: skip
+    except WorkloadError as wrong:
+        raise _explain_few_micro_batches(request, wrong) from None
     numerics = resumed_numerics(made.workload.numerics, resume, settings)
     return replace(made, workload=replace(made.workload, numerics=numerics)).make_plan()
+
+
+def _explain_few_micro_batches(request: EngineRequest, wrong: WorkloadError) -> RecordError:
+    """Name a trainer's arguments where an error names the flags of `penstock train`."""
+    world = request.group.world
+    if wrong.field != "batch" or world == 1:
+        return wrong
+    smaller = request.rows // world
+    return SettingsError(
+        "micro_batch",
+        f"leaves a process without work: an optimizer step has {request.rows} sequences "
+        f"(per_device_train_batch_size x gradient_accumulation_steps x {world} processes), which "
+        f"are fewer than {world} micro-batches, and each process computes at least one. "
+        + (
+            f"Pass PenstockConfig(micro_batch={smaller}), or "
+            if smaller
+            else "Increase the batch: "
+        )
+        + "raise per_device_train_batch_size or gradient_accumulation_steps",
+    )
 
 
 def _settings(request: EngineRequest) -> Settings:
@@ -113,6 +144,7 @@ def _settings(request: EngineRequest) -> Settings:
     return Settings.of(
         {
             "batch": request.rows,
+            "gpus": request.group.place.local_world,
             "micro_batch": str(config.micro_batch),
             "dtype": config.dtype or compute_dtype(args, request.model),
             "moments": config.moments,

@@ -4,6 +4,8 @@ Trainer takes all micro-batches of an optimizer step from the data first, passes
 `training_step`, and calls `optimizer.step()` after the last. Here, `training_step` collects them
 and computes the gradients of all of them at the last one, and `optimizer.step()` is the engine's
 `apply`. Batches, learning rates, callbacks, logs, evaluation and checkpoints remain Trainer's.
+
+Under torchrun, every process is a rank of one engine, and runs the same loop over the same data.
 """
 
 from __future__ import annotations
@@ -22,8 +24,10 @@ from torch import nn
 from penstock.checkpoint.errors import CheckpointError
 from penstock.checkpoint.manifest import Checkpoint, check_small_files
 from penstock.checkpoint.run_directory import remove_leftovers
+from penstock.distributed.rank_group import RankGroup
 from penstock.engine.engine import Engine
 from penstock.engine.loss import LossFunction, TokenValues
+from penstock.engine.rank_agreement import all_or_none
 from penstock.errors import BatchError, EngineError, SettingsError
 from penstock.integrations import checkpoint_folder
 from penstock.integrations.argument_checks import (
@@ -37,6 +41,15 @@ from penstock.integrations.argument_checks import (
 from penstock.integrations.config import PenstockConfig
 from penstock.integrations.engine_setup import EngineRequest, open_engine
 from penstock.integrations.sequence_length import sequence_length
+from penstock.integrations.several_ranks import (
+    WholeBatchAccelerator,
+    as_one_process,
+    batch_of_all_ranks,
+    check_shared_output,
+    check_together,
+    open_group,
+    share_choice,
+)
 from penstock.integrations.window import TOO_MANY, Window, make_window
 from penstock.model.adapters import without_wrapper
 
@@ -88,6 +101,8 @@ class PenstockTrainerMixin:
         """The settings of Penstock."""
         self.engine: Engine | None = None
         """The engine, while it trains or evaluates; otherwise the model has the weights."""
+        self._group: RankGroup | None = None
+        """The ranks of the engine, while there is one."""
         self._micro_batches: list[Mapping[str, Any]] = []
         self._window_items: Any = None
         self._resume: Checkpoint | None = None
@@ -118,6 +133,20 @@ class PenstockTrainerMixin:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         self.accelerator.device_placement = False
         self.accelerator.scaler = None
+        if self.args.world_size > 1:
+            # Trainer makes the accelerator itself, and has no argument for its class.
+            self.accelerator.__class__ = WholeBatchAccelerator
+            trainer: Any = self
+            trainer.gather_function = self.accelerator.gather_for_metrics
+
+    def _get_dataloader(
+        self, dataset: Any, description: str, batch_size: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Make a data loader of whole batches, which all ranks read."""
+        trainer: Any = super()
+        size = batch_size * self.args.world_size
+        with batch_of_all_ranks(self.args):  # samplers that group by length read the arguments
+            return trainer._get_dataloader(dataset, description, size, *args, **kwargs)
 
     def _wrap_model(self, model: nn.Module, *_: Any, **__: Any) -> nn.Module:
         return model if isinstance(model, StreamedModel) else StreamedModel(model)
@@ -138,17 +167,20 @@ class PenstockTrainerMixin:
         self._resume = None
         self._micro_batches = []
         out = Path(self.args.output_dir)
-        remove_leftovers(out)
+        chosen = None
+        if self.args.process_index == 0:
+            remove_leftovers(out)
+            if resume_from_checkpoint is True:
+                chosen = checkpoint_folder.last_checkpoint(out)
         if resume_from_checkpoint is True:
-            found = checkpoint_folder.last_checkpoint(out)
+            found = share_choice(self.args, chosen)
             if found is None:
                 raise ValueError(f"No valid checkpoint found in output directory ({out})")
             resume_from_checkpoint = str(found)
+        check_shared_output(self.args)
         trainer: Any = super()
-        try:
+        with self._engine_closed_at_end():
             return trainer.train(resume_from_checkpoint, *args, **kwargs)
-        finally:
-            self._close_engine()
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Make the engine, whose optimizer applies the updates."""
@@ -187,6 +219,7 @@ class PenstockTrainerMixin:
         if rows > self.engine.workload.batch:
             raise BatchError(TOO_MANY.format(rows=rows, batch=self.engine.workload.batch))
         num_items = _count_items(window, num_items_in_batch)
+        check_together(self.engine.ranks, "takes a training step", window.batch)
         loss = self.engine.forward_backward(window.batch, num_items=num_items)
         self._note_tokens(micro_batches, window, self.engine.token_values, training=True)
         return loss.to(self.args.device)
@@ -198,6 +231,23 @@ class PenstockTrainerMixin:
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: float | None = None) -> float:
         return self._clip_grad_norm(model) if grad_norm is None else grad_norm
+
+    def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Log the mean of the ranks' losses, which are equal, without rounding it."""
+        trainer: Any = super()
+        if self.args.world_size == 1:
+            return trainer._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
+        exact = tr_loss.double()
+        try:
+            return trainer._maybe_log_save_evaluate(exact, *args, **kwargs)
+        finally:
+            tr_loss.copy_(exact)  # 0 if it was logged
+
+    def store_flos(self) -> None:
+        """Count the operations of a step once: every rank counts those of all."""
+        trainer: Any = super()
+        with as_one_process(self.args):
+            trainer.store_flos()
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         # First, so that the best model can be loaded, and callbacks at the end have the weights.
@@ -237,11 +287,13 @@ class PenstockTrainerMixin:
         chosen = trainer.optimizer_cls_and_kwargs
         kind, options = chosen or trainer.get_optimizer_cls_and_kwargs(args, self.model)
         steps = self.state.max_steps
+        if self._group is None:
+            self._group = open_group(args)
         request = EngineRequest(
             model=self.model,
             args=args,
             config=self.penstock,
-            rows=trainer._train_batch_size * accumulation,
+            rows=trainer._train_batch_size * accumulation * args.world_size,
             length=lambda limit: sequence_length(
                 self.penstock.context, args, self._datasets(), limit=limit
             ),
@@ -250,11 +302,12 @@ class PenstockTrainerMixin:
             decayed=frozenset(trainer.get_decay_parameter_names(without_wrapper(self.model))),
             loss=self._loss_function(),
             resume=self._resume,
+            group=self._group,
         )
         # Planning and the self-check draw numbers; the order of the data must not depend on them.
         with torch.random.fork_rng(devices=[]):
             engine = open_engine(request, show=show)
-        if engine.plan_change:
+        if engine.plan_change and self._group.talks:
             logger.warning(engine.plan_change)
         return engine
 
@@ -265,9 +318,32 @@ class PenstockTrainerMixin:
         return [data for data in (trainer.train_dataset, *several) if data is not None]
 
     def _close_engine(self) -> None:
-        engine, self.engine = self.engine, None
-        if engine is not None:
-            engine.close(spill=self.args.output_dir)
+        """Give the model its weights back, and leave the group of ranks."""
+        engine, group = self.engine, self._group
+        self.engine = self._group = None
+        try:
+            if engine is not None:
+                check_together(engine.ranks, "ends training or evaluation")
+                engine.close(spill=self.args.output_dir)
+            if group is not None:
+                group.close()
+        except BaseException as error:
+            _abandon(engine, group, error)
+            raise
+
+    @contextlib.contextmanager
+    def _engine_closed_at_end(self) -> Iterator[None]:
+        """Close the engine after the block. After an error, other ranks are told first."""
+        try:
+            yield
+        except BaseException as error:
+            if self._group is not None and self._group.world > 1:
+                engine, group = self.engine, self._group
+                self.engine = self._group = None
+                _abandon(engine, group, error)
+            raise
+        finally:
+            self._close_engine()
 
     @contextlib.contextmanager
     def _engine_open(self) -> Iterator[Engine]:
@@ -275,11 +351,9 @@ class PenstockTrainerMixin:
         if self.engine is not None:
             yield self.engine
             return
-        self.engine = self._open_engine(show=False)
-        try:
+        with self._engine_closed_at_end():
+            self.engine = self._open_engine(show=False)
             yield self.engine
-        finally:
-            self._close_engine()
 
     def _make_window(
         self, micro_batches: list[Mapping[str, Any]], *, needs_labels: bool = True
@@ -302,7 +376,8 @@ class PenstockTrainerMixin:
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate or predict with the engine, which is opened for it unless it trains."""
         trainer: Any = super()
-        with self._engine_open() as engine:
+        with self._engine_open() as engine, batch_of_all_ranks(self.args):
+            check_together(engine.ranks, "begins an evaluation")
             engine.finish()
             return trainer.evaluation_loop(*args, **kwargs)
 
@@ -314,6 +389,9 @@ class PenstockTrainerMixin:
         ignore_keys: list[str] | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """Return the loss and, unless only that is asked for, logits and labels, on the host."""
+        assert self.engine is not None
+        window = self._make_window([inputs], needs_labels=False)
+        check_together(self.engine.ranks, "evaluates a batch", window.batch)
         labels = inputs.get("labels")
         loss = None if labels is None else self._evaluation_loss(inputs)
         if prediction_loss_only:
@@ -356,9 +434,25 @@ class PenstockTrainerMixin:
             checkpoint_folder.remove_earlier(folder)
         checkpoint_folder.write_model(
             self.engine, folder, tokenizer=self._tokenizer_to_save(),
-            optimizer=self._saves_checkpoint and not self.args.save_only_model,
+            optimizer=self._saves_optimizer,
         )  # fmt: skip
         torch.save(self.args, folder / transformers.trainer.TRAINING_ARGS_NAME)
+
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        """Save the model. With several ranks, all of them must call this, and one folder is made.
+
+        Each rank writes some of the files with weights; rank 0 writes everything else.
+        """
+        trainer: Any = super()
+        if self.engine is not None:
+            check_together(self.engine.ranks, "saves the model")
+            if not self.args.should_save:
+                checkpoint_folder.join_write(self.engine, optimizer=self._saves_optimizer)
+        trainer.save_model(*args, **kwargs)
+
+    @property
+    def _saves_optimizer(self) -> bool:
+        return self._saves_checkpoint and not self.args.save_only_model
 
     def _tokenizer_to_save(self) -> Any:
         trainer: Any = self
@@ -373,12 +467,25 @@ class PenstockTrainerMixin:
         finally:
             self._saves_checkpoint = False
         folder = Path(self.args.output_dir, f"checkpoint-{self.state.global_step}")
-        if folder.is_dir():
+        if self.args.should_save and folder.is_dir():
             checkpoint_folder.seal(folder, self.state.global_step)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         # `_save` has written the optimizer's states next to the weights.
-        torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Save one state for all ranks, as a single process does: they draw the same numbers."""
+        trainer: Any = super()
+        if self.args.should_save:
+            with as_one_process(self.args):
+                trainer._save_rng_state(output_dir)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        trainer: Any = super()
+        with as_one_process(self.args):
+            trainer._load_rng_state(checkpoint)
 
     # Resuming.
 
@@ -403,7 +510,8 @@ class PenstockTrainerMixin:
             trainer._load_optimizer_and_scheduler(checkpoint)
             return
         assert self.engine is not None
-        self.engine.read(checkpoint)
+        with all_or_none(self.engine.ranks):
+            self.engine.read(checkpoint)
         saved = torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True)
         self.lr_scheduler.load_state_dict(saved)
 
@@ -420,6 +528,19 @@ def _count_items(window: Window, num_items_in_batch: Any) -> int | None:
     if counted != wanted:
         raise BatchError(MISCOUNTED.format(trainer=wanted, engine=counted))
     return wanted
+
+
+def _abandon(engine: Engine | None, group: RankGroup | None, error: BaseException) -> None:
+    """Release the engine of one of several ranks, without the others.
+
+    They may be anywhere in the script, so that they cannot help to restore the model.
+    """
+    if group is None or group.world == 1:
+        return
+    group.transport.abort(error)
+    if engine is not None:
+        engine.close()
+    group.__exit__(type(error), error, None)
 
 
 class PenstockTrainer(PenstockTrainerMixin, transformers.Trainer):
