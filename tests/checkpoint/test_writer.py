@@ -285,9 +285,8 @@ def test_a_failed_request_leaves_no_file(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_ranks_write_their_shards_at_the_same_time(tmp_path: Path) -> None:
     """They request parts of one shard each in turn, and give the bytes of one rank."""
-    tensors = {
-        name: random_tensor(torch.float32, (40 + 10 * i,), i) for i, name in enumerate("abc")
-    }
+    sizes = {"a": 10, "b": 15, "c": 15}
+    tensors = {name: random_tensor(torch.float32, (n,), n) for name, n in sizes.items()}
 
     def written(rank: int, world: int, requested: list[str]) -> dict[str, bytes]:
         def noted(name: str) -> TensorOut:

@@ -15,6 +15,7 @@ from penstock.engine import initial_weights, restore
 from penstock.engine.engine import Engine
 from penstock.engine.prepare import prepare
 from penstock.engine.restore import ModelNotRestoredWarning
+from penstock.engine.transport import SingleRank
 from penstock.errors import EngineError, ModelRestoreError, UnsupportedModelError
 from penstock.machine.limits import HostMemory
 from tests.support.engines import plain_model, tiny_config
@@ -211,7 +212,8 @@ def test_a_closed_engine_moves_its_model_back_if_it_got_its_weights(
         return SimpleNamespace(**{method: lambda: done.append(name)})
 
     engine: Any = SimpleNamespace(
-        _closed=False, live_model=SimpleNamespace(guard=lambda _: done.append("guard")),
+        _closed=False, plan=SimpleNamespace(seats=()), ranks=SingleRank(),
+        live_model=SimpleNamespace(guard=lambda _: done.append("guard"), nbytes=0),
         state=SimpleNamespace(weight=None), _runner=part("runner", "close"),
         files=part("files", "close"), split_model=part("model", "release"),
         _memory=part("memory", "release"),

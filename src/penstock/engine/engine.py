@@ -937,18 +937,16 @@ class Engine:
         if self._closed:
             return
         live = self.live_model
-        with contextlib.nullcontext() if live is None else self._giving_back(live, spill):
+        returning: AbstractContextManager[None] = contextlib.nullcontext()
+        if live is not None:
+            copies = max(1, len(self.plan.seats))  # every rank of this machine has the model
+            returning = giving_back(live, self.state, spill, self.ranks, copies)
+        with returning:
             self._closed = True
             self._runner.close()
             self.files.close()
             self.split_model.release()
             self._memory.release()
-
-    def _giving_back(
-        self, live: LiveModel, spill: str | Path | None
-    ) -> contextlib.AbstractContextManager[None]:
-        copies = max(1, len(self.plan.seats))  # every rank of this machine has the model
-        return giving_back(live, self.state, spill, self.ranks, copies)
 
     def __enter__(self) -> Self:
         return self
