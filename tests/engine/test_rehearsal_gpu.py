@@ -18,8 +18,13 @@ from penstock.engine.engine import Engine
 from penstock.engine.plan_choice import PlanChoice, PlanRequest, plan_request
 from penstock.engine.prepare import inspect_model, prepare
 from penstock.errors import DeviceMemoryError, InfeasibleError
+from penstock.model.inventory import Inventory
+from penstock.plan.buffers import BufferPool, saved_nbytes
+from penstock.plan.build_schedule import step_schedule
 from penstock.plan.cuda_allocator import SMALL_PAGE
+from penstock.plan.lifetimes import weight_lifetimes
 from penstock.plan.memory_cache import load_memory, memory_key
+from penstock.plan.packing import pack
 from penstock.plan.plan import Plan
 from penstock.plan.working_memory import PartMemory, WorkingMemory
 from penstock.probe.machine_choice import this_machine
@@ -92,6 +97,8 @@ def test_steps_need_what_was_rehearsed(family: str) -> None:
         work, plan = engine.workload, engine.plan
         rehearsed = memory.peak + work.micro_batches * memory.inputs
         rehearsed += -(-work.micro_batches // plan.placement.rounds) * memory.arguments
+        rehearsed += saved_nbytes(work, plan.placement, memory)
+        assert memory.saved
         most = 0
         for packed in (False, True):
             gc.collect()
@@ -107,6 +114,38 @@ def test_steps_need_what_was_rehearsed(family: str) -> None:
             assert reserved <= plan.allocator_nbytes + 22 * MiB
         assert most >= 0.9 * rehearsed
         assert compiled_graphs() == graphs, "a step compiled something"
+
+
+@pytest.mark.parametrize("layers", [0, 1, 2, 3])
+def test_kept_layers_need_the_memory_that_was_planned_for_them(layers: int) -> None:
+    """Each of them saves what its rehearsal measured, without gaps that grow with their number."""
+    model = source()
+    with prepare(model, settings=settings(), device="cuda") as engine:
+        memory, plan = measured_by(engine, model), engine.plan
+    blocks = list(plan.placement.blocks)
+    assert any(block.kept for block in blocks), "the plan fills HBM with saved tensors"
+    first = len(blocks) - 1 - layers
+    for number, block in enumerate(blocks):
+        kept = BATCH if first <= number < len(blocks) - 1 else 0
+        blocks[number] = replace(block, kept=kept)
+    changed = replace(plan, placement=replace(plan.placement, blocks=tuple(blocks)))
+    changed = with_slots(changed, engine.inventory).with_memory(memory)
+    tight = replace(changed, budget=replace(changed.budget, hbm=changed.peak(Tier.HBM)))
+    with prepare(source(), plan=tight, settings=settings(), device="cuda") as again:
+        for packed in (False, True, False):
+            assert again.step(batch(packed)).isfinite()
+        reserved = torch.cuda.max_memory_reserved() - again.device.reserved_before
+        assert reserved <= tight.allocator_nbytes + 22 * MiB
+
+
+def with_slots(plan: Plan, inventory: Inventory) -> Plan:
+    """Return the plan with as much memory for weight slots as its schedule needs."""
+    schedule = step_schedule(inventory, plan.placement)
+    lifetimes = weight_lifetimes(schedule, plan.placement)
+    slots = pack(lifetimes, refinements=0).nbytes
+    pools = [pool for pool in plan.pools if pool.what != "weight slots"]
+    new = [BufferPool(tier=Tier.HBM, what="weight slots", nbytes=slots)] if slots else []
+    return replace(plan, pools=(*new, *pools))
 
 
 def test_later_steps_allocate_nothing_new() -> None:

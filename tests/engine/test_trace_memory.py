@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from penstock.engine.device import CpuDevice
-from penstock.engine.step_parts import EmbeddingForward, step_parts
+from penstock.engine.step_parts import EmbeddingForward, LayerForward, step_parts
 from penstock.engine.trace_memory import trace_working_memory
 from penstock.model.meta_model import build_model
 from penstock.model.split import SplitModel
@@ -37,24 +37,31 @@ CONFIGS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def really_allocated(config: Any, work: Workload) -> tuple[dict[tuple[str, str], int], int]:
-    """Run every part with real tensors; return peaks by name and phase, and kept arguments."""
+def really_allocated(
+    config: Any, work: Workload
+) -> tuple[dict[tuple[str, str], int], int, dict[str, int]]:
+    """Run every part with real tensors.
+
+    Returns peaks by name and phase, the bytes of arguments, and by layer what forward saves.
+    """
     found, cpu = inventory(config), torch.device("cpu")
     bare = build_model(config, torch.bfloat16, cpu, own_attention=found.own_attention)
     noise = work.numerics.neftune_noise_alpha
     model = SplitModel(bare, found, mlp_tile=work.numerics.mlp_tile, noise_alpha=noise)
     peaks: dict[tuple[str, str], int] = {}
-    kept = 0
+    kept, saved = 0, {}
     for part in step_parts(model, model.inventory, work, CpuDevice()):
         part.prepare()
         with StorageCounter() as counter:
             part.run()
-        key, left = (part.name, part.phase), counter.live()
-        peaks[key] = max(peaks.get(key, 0), counter.peak - left)
+        key, left, peak = (part.name, part.phase), counter.live(), counter.peak
         if isinstance(part, EmbeddingForward):
-            kept = left
+            kept, peak = left, peak - left
+        elif type(part) is LayerForward:
+            saved[part.name] = max(saved.get(part.name, 0), left)
+        peaks[key] = max(peaks.get(key, 0), peak)
         part.release()
-    return peaks, kept
+    return peaks, kept, saved
 
 
 def by_phase(memory: WorkingMemory) -> dict[tuple[str, str], int]:
@@ -68,10 +75,11 @@ def test_traced_bytes_equal_allocated_bytes(family: str) -> None:
     work = workload(context=21, micro_batch=3, loss_chunk=17, mlp_tile=16)
 
     traced = trace_working_memory(config, inventory(config), work, on_gpu=False)
-    peaks, kept = really_allocated(config, work)
+    peaks, kept, saved = really_allocated(config, work)
 
     assert by_phase(traced) == peaks
     assert traced.arguments == kept
+    assert {part.name: part.saved for part in traced.layers} == saved
     assert traced.inputs == 3 * 512  # 63 token ids, positions and targets of 8 bytes
     assert traced.origin == "traced"
 

@@ -110,6 +110,15 @@ WAYS = (
 FEW = (RESIDENT, WAYS[3], WAYS[8])
 """A selection for slow tests: nothing streamed, a mix, and everything streamed."""
 
+KEPT = (
+    Way("resident, all kept", ("hhhh",), {"kept": (3, 3, 3)}),
+    Way("streamed, some kept", ("dddd",), {"kept": (0, 2, 3)}),
+    Way("streamed from disk, the first ones kept", ("nnnn", "ddnn"),
+        {"kept": (3, 1, 0), "piece": 4096}),
+    Way("two rounds, some kept", ("dddd", "hhhh"), {"rounds": 2, "kept": (1, 0, 2), "slots": 3}),
+)  # fmt: skip
+"""Ways with less to recompute. A round has three micro-batches, or two if there are two rounds."""
+
 
 @dataclass(frozen=True)
 class Result:

@@ -29,6 +29,9 @@ PLANS = {
     "states on disk": ("dndd", {"piece": 8192}),
     "activations on disk": ("dddn", {}),
     "all on disk": ("nnnn", {"piece": 4096}),
+    "resident, all kept": ("hhhh", {"kept": (3, 3, 3)}),
+    "streamed, some kept": ("dddd", {"kept": (1, 0, 3)}),
+    "on disk, two rounds, some kept": ("nnnn", {"piece": 8192, "rounds": 2, "kept": (0, 2, 1)}),
     "all on disk, three rounds": ("nnnn", {"piece": 8192, "rounds": 3, "slots": 4, "ahead": 2}),
 }
 
@@ -88,7 +91,7 @@ def test_compressed_moments_give_the_same_bits_under_every_plan(
 )
 def test_fp32_gives_the_same_bits_under_every_plan(how: dict[str, Any], tmp_path: Path) -> None:
     wanted = train("llama", "resident", tmp_path, dtype="fp32", **how)
-    for name in ("dram", "split", "all on disk", "two rounds"):
+    for name in ("dram", "split", "all on disk", "two rounds", "streamed, some kept"):
         found = train("llama", name, tmp_path, dtype="fp32", **how)
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), name
 
@@ -96,7 +99,8 @@ def test_fp32_gives_the_same_bits_under_every_plan(how: dict[str, Any], tmp_path
 def test_compiled_layers_give_the_same_bits_under_every_plan(tmp_path: Path) -> None:
     how = {"compiled": True, "loss_kernel": "fused"}
     wanted = train("llama", "resident", tmp_path, **how)
-    for name in ("dram", "split", "all on disk", "two rounds"):
+    kept = ("resident, all kept", "streamed, some kept", "on disk, two rounds, some kept")
+    for name in ("dram", "split", "all on disk", "two rounds", *kept):
         found = train("llama", name, tmp_path, **how)
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), name
 

@@ -100,7 +100,7 @@ def workload(**changes: Any) -> Workload:
     """Return a small workload. Keyword arguments override its fields and those of its numerics."""
     numerics: dict[str, Any] = {"micro_batch": 2, "loss_chunk": 4096, "mlp_tile": 4096}
     numerics |= {"compiled": False, "loss_kernel": "torch", "attention": "sdpa"}
-    numerics |= {"deterministic": True, "head_sum": "micro"}
+    numerics |= {"deterministic": True, "head_sum": "micro", "forward": "training"}
     fields = {"context": 16, "batch": 6}
     for name, value in changes.items():
         (numerics if name in Numerics.__dataclass_fields__ else fields)[name] = value
@@ -117,13 +117,15 @@ def make_plan_of(
     slots: int = 2,
     ahead: int = 1,
     piece: int = 1 << 26,
+    kept: Sequence[int] = (),
     machine: Machine | None = None,
 ) -> Plan:
     """Return a plan with the given placement.
 
     `locations` has four letters for each block, or four for all blocks: where weight, state,
     gradient and activation are stored. d is DRAM, n NVMe, h HBM, c CXL and m a mix of DRAM and CXL.
-    A fifth letter says where the frozen weights of a block are that also has trained ones.
+    A fifth letter says where the frozen weights of a block are that also has trained ones. `kept`
+    has the number of micro-batches that each layer keeps.
     """
     if machine is None:
         machine = cpu_machine(discover())
@@ -134,7 +136,8 @@ def make_plan_of(
     evaluator = PlanEvaluator(model, work, machine, budget, piece_elements=piece, unbounded=True)
     rows = [locations] * len(model.blocks) if isinstance(locations, str) else list(locations)
     blocks = [_locations_of(model, i, row) for i, row in enumerate(rows)]
-    return plan_result(evaluator, Candidate(tuple(blocks), rounds, slots, ahead)).plan
+    by_block = (0, *kept, 0) if kept else ()
+    return plan_result(evaluator, Candidate(tuple(blocks), rounds, slots, ahead, by_block)).plan
 
 
 _LETTERS = {

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.engine.allocate import EngineMemory
 from penstock.engine.gradient_buffers import GradientBuffers
@@ -18,7 +19,7 @@ from penstock.engine.gradients import differentiate
 from penstock.engine.hidden_states import EXTRA_SLOTS
 from penstock.engine.loss import ChunkedLoss, GradientSink, TokenValues
 from penstock.engine.pending_update import make_segments
-from penstock.engine.step_state import StepState
+from penstock.engine.step_state import SavedForward, StepState
 from penstock.engine.transfer import Mover
 from penstock.model.split import MicroBatch, SplitModel
 from penstock.optim.rules import draw_key
@@ -50,7 +51,9 @@ class Computer:
         self._buffers = buffers
         self._weight_offsets: dict[int, int] = {}  # block -> offset of its weights in the pool
         self._head = placement.count - 1
-        self._has_head_sum = memory.tiers.plan.workload.has_head_sum
+        workload = memory.tiers.plan.workload
+        self._has_head_sum = workload.has_head_sum
+        self._differentiable = workload.numerics.forward == "training"
         self.seed = 0
         """Seed of dropout and of the noise on embeddings."""
 
@@ -115,9 +118,7 @@ class Computer:
                     micro.calls = None
         self._bind_weights(op.block)
         for index, micro in enumerate(step.rounds[op.round]):
-            # Only the block's input is saved; backward recomputes the block from it.
-            with torch.no_grad():
-                out = self._output(step, op.block, index, micro)
+            out = self._output(step, op, index, micro)
             slot, previous = hidden.next_slot(op.block + 1, index)
             if slot is None:
                 into = hidden.home(op.block + 1, step.first_home + index, *micro.shape)
@@ -136,18 +137,41 @@ class Computer:
                 hidden.activation_slot(i) for i in range(EXTRA_SLOTS)
             ]
 
-    def _output(self, step: StepState, block: int, index: int, micro: MicroBatch) -> torch.Tensor:
-        self._seed_dropout(step, block, micro)
-        if block == 0:
+    def _output(
+        self, step: StepState, op: Operation, index: int, micro: MicroBatch
+    ) -> torch.Tensor:
+        self._seed_dropout(step, op.block, micro)
+        if op.block == 0:
             # Kept until the micro-batch's backward, which recomputes the embedding.
             micro.noise_key = self._key(step, _NOISE, micro)
             # The arguments of all layers, rotary embeddings for example, come with the embedding.
-            hidden, micro.calls = self._model.embed(micro)
+            with torch.no_grad():
+                hidden, micro.calls = self._model.embed(micro)
             return hidden
-        slot = self._memory.hidden.slot_of(block, index)
-        source = self._block_input(block, step.first_home + index, micro, slot)
+        slot = self._memory.hidden.slot_of(op.block, index)
+        source = self._block_input(op.block, step.first_home + index, micro, slot)
+        if not (self._differentiable and step.keeps_activations):
+            with torch.no_grad():
+                return self._layer(op.block, source, micro)
+        # Always the computation that backward differentiates, whether it is kept or repeated.
+        # Without gradients, a compiler would make other kernels, which may round differently.
+        out, source = self._differentiable_layer(op.block, source, micro)
+        if out.requires_grad and index < self._placement.placement.blocks[op.block].kept:
+            saved = SavedForward(get_gradient_edge(out), source, self._parameters(op.block))
+            step.saved[op.round, op.block, index] = saved
+        return out.detach()
+
+    def _layer(self, block: int, source: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
         assert micro.calls is not None
         return self._model.layer(block - 1, source, micro.calls)
+
+    def _differentiable_layer(
+        self, block: int, source: torch.Tensor, micro: MicroBatch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the layer's output, and its input as a tensor that the gradient leads to."""
+        with torch.enable_grad():
+            source = source.detach().requires_grad_()
+            return self._layer(block, source, micro), source
 
     def _wait_until_offloaded(self, step: StepState, round: int, previous: tuple[int, int]) -> None:
         """Order the next write to a slot after the copy that takes its old content away."""
@@ -217,7 +241,7 @@ class Computer:
                 slot = step.use_activation_slot(op.round)
                 if index == 0:  # the operation begins when its first activation has arrived
                     step.started[at] = self._device.record()
-            out, source = self._recompute(step, op.block, index, micro, slot)
+            out, source = self._saved_or_recomputed(step, op, index, micro, slot)
             self._open_sent(step, at, index)
             gradient = hidden.slot(hidden.gradient_slot(index), *micro.shape)
             # The gradient of the block's output makes room for that of its input, in the same slot.
@@ -227,18 +251,21 @@ class Computer:
             step.tickets.post((at, index), self._device.record())
         self._close_sums(step, at)
 
-    def _recompute(
-        self, step: StepState, block: int, index: int, micro: MicroBatch, slot: int | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _saved_or_recomputed(
+        self, step: StepState, op: Operation, index: int, micro: MicroBatch, slot: int | None
+    ) -> tuple[torch.Tensor | GradientEdge, torch.Tensor | None]:
         """Return the block's output and its input; the embedding has no input to differentiate."""
-        self._seed_dropout(step, block, micro)
-        with torch.enable_grad():
-            if block == 0:
+        saved = step.saved.pop((op.round, op.block, index), None)
+        if saved is not None:
+            # Autograd would not notice weights that have moved, and return no gradients for them.
+            assert saved.parameters is self._parameters(op.block), f"block {op.block} has moved"
+            return saved.out, saved.source
+        self._seed_dropout(step, op.block, micro)
+        if op.block == 0:
+            with torch.enable_grad():
                 return self._model.embed(micro)[0], None
-            kept = self._block_input(block, step.first_home + index, micro, slot)
-            source = kept.detach().requires_grad_()
-            assert micro.calls is not None
-            return self._model.layer(block - 1, source, micro.calls), source
+        source = self._block_input(op.block, step.first_home + index, micro, slot)
+        return self._differentiable_layer(op.block, source, micro)
 
     # Gradient sums.
 

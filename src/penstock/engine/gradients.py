@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch.autograd.graph import GradientEdge
 
 from penstock.engine.device import Device
 from penstock.engine.spans import Span
@@ -38,7 +39,7 @@ NO_GRADIENT = GradStats(0, 0.0, None)
 
 
 def differentiate(
-    out: torch.Tensor,
+    out: torch.Tensor | GradientEdge,
     gradient: torch.Tensor | None,
     source: torch.Tensor | None,
     parameters: Mapping[str, torch.Tensor],
@@ -48,16 +49,18 @@ def differentiate(
     """Write the gradient with respect to `source` into `into`; pass the parameters' to `add`.
 
     `add` must copy or add what it gets, whose memory is freed when it returns. `into` keeps its
-    values if `out` does not depend on `source`.
+    values if `out` does not depend on `source`. A `GradientEdge` stands for an output that is not
+    held.
     """
     wanted = {name: p for name, p in parameters.items() if p.requires_grad}
     inputs = [*([] if source is None else [source]), *wanted.values()]
-    if not out.requires_grad:
+    outputs = [out] if isinstance(out, torch.Tensor) else []
+    if outputs and not outputs[0].requires_grad:
         return
     # autograd.grad, not backward: AccumulateGrad nodes are bound to the stream on which they were
     # created, and compiled code creates them on another.
     gradients = list(torch.autograd.grad(out, inputs, gradient, allow_unused=True))
-    users = _count_users([out, gradient, source, *gradients])
+    users = _count_users([*outputs, gradient, source, *gradients])
     source_gradient = None if source is None else gradients.pop(0)
     for name in wanted:
         parameter_gradient = gradients.pop(0)

@@ -84,7 +84,8 @@ def rehearse(
             if progress is not None:
                 progress(number, len(parts), f"rehearsing {_describe(part)}")
             memory = _measure(part, device, limit, room)
-            measured.append(_Measured(part.name, part.phase, type(part), memory))
+            saves = isinstance(part, LayerForward) and part.saves
+            measured.append(_Measured(part.name, part.phase, type(part), memory, saves))
     del part, parts, micros  # which hold tensors
     gc.collect()  # the compiler leaves cycles that do, too
     device.release(0)
@@ -132,6 +133,8 @@ class _Measured(NamedTuple):
     phase: Phase
     kind: type[StepPart]
     memory: PeakMemory
+    saves: bool
+    """Whether what it leaves is saved for backward."""
 
 
 def _micro_batches(
@@ -191,19 +194,24 @@ def _measure_once(
 
 
 def _measure_run(part: StepPart, device: Device) -> PeakMemory:
-    if isinstance(part, EmbeddingForward):
-        part.micro.calls = None  # the measured run makes them again
+    part.forget()  # the measured run makes it again
     return device.measure_peak(part.run)
 
 
 def _collect(measured: Sequence[_Measured]) -> tuple[PartMemory, ...]:
     peaks: dict[str, dict[str, int]] = {}
+    saved: dict[str, int] = {}
     for each in measured:
         passes = peaks.setdefault(each.name, {"forward": 0, "backward": 0})
-        # What the embedding leaves, the arguments of layers, has a pool of its own.
-        nbytes = each.memory.allocated - each.memory.kept
+        nbytes, kept = each.memory.allocated, each.memory.kept
+        if each.kind is EmbeddingForward:
+            nbytes -= kept  # the arguments of layers have a pool of their own
+        if each.kind is LayerForward and each.saves:
+            saved[each.name] = max(saved.get(each.name, 0), kept)
         passes[each.phase] = max(passes[each.phase], nbytes)
-    return tuple(PartMemory(name=name, **passes) for name, passes in peaks.items())
+    return tuple(
+        PartMemory(name=name, **passes, saved=saved.get(name)) for name, passes in peaks.items()
+    )
 
 
 def _describe(part: StepPart) -> str:

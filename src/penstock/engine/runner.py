@@ -89,6 +89,7 @@ class Runner:
         for event in idle:
             self._wait_despite_interrupt(step, partial(_wait_for_event, event))
         self._settle(step)
+        step.saved.clear()  # after a failure, backward has not used all of it
         if step.tickets.failed is not None:
             self._clean_up(step)
         # Nothing uses a buffer from here on.

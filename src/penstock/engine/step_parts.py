@@ -18,12 +18,14 @@ from typing import Literal
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from penstock.engine.batches import split_batch
 from penstock.engine.determinism import deterministic_kernels
 from penstock.engine.device import Device
 from penstock.engine.gradients import GradientSums, differentiate
 from penstock.engine.loss import ChunkedLoss, GradientSink, LossFunction
+from penstock.engine.step_state import SavedForward
 from penstock.model.inventory import Inventory
 from penstock.model.split import MicroBatch, SplitModel
 from penstock.model.varlen_attention import DocumentSpans
@@ -75,6 +77,10 @@ class StepPart(ABC):
 
     @abstractmethod
     def _compute(self) -> None: ...
+
+    def forget(self) -> None:
+        """Drop what the last run has left for later parts of a step."""
+        return
 
     def release(self) -> None:
         """Drop everything that `prepare` made."""
@@ -132,6 +138,9 @@ class EmbeddingForward(StepPart):
             hidden, self.micro.calls = self._model.embed(self.micro)
         self._into.copy_(hidden)
 
+    def forget(self) -> None:
+        self.micro.calls = None
+
     def release(self) -> None:
         super().release()
         del self._into
@@ -160,7 +169,7 @@ class EmbeddingBackward(StepPart):
 
 
 class LayerForward(StepPart):
-    """Computes a layer's output. Only its input is saved."""
+    """Computes a layer's output, and leaves what is saved for its backward pass."""
 
     phase: Phase = "forward"
 
@@ -169,21 +178,40 @@ class LayerForward(StepPart):
         """Number of the layer, counted from 0."""
         return self.block - 1
 
+    @property
+    def saves(self) -> bool:
+        """Whether it computes what backward differentiates."""
+        return self._step.workload.numerics.forward == "training"
+
     def prepare(self) -> None:
         self._find_calls()
         self._parameters = self._make_weights(self.block)
         self._model.bind(self._parameters)
         self.source, self._into = self._make_hidden(), self._make_hidden()
+        self._saved: SavedForward | None = None
 
     def _compute(self) -> None:
+        if self.saves:
+            out, source = self._differentiable()
+            self._saved = SavedForward(get_gradient_edge(out), source, self._parameters)
+        else:
+            assert self.micro.calls is not None
+            with torch.no_grad():
+                out = self._model.layer(self.index, self.source, self.micro.calls)
+        self._into.copy_(out.detach())
+
+    def _differentiable(self) -> tuple[torch.Tensor, torch.Tensor]:
         assert self.micro.calls is not None
-        with torch.no_grad():
-            out = self._model.layer(self.index, self.source, self.micro.calls)
-        self._into.copy_(out)
+        with torch.enable_grad():
+            source = self.source.detach().requires_grad_()
+            return self._model.layer(self.index, source, self.micro.calls), source
+
+    def forget(self) -> None:
+        self._saved = None
 
     def release(self) -> None:
         super().release()
-        del self.source, self._into
+        del self.source, self._into, self._saved
 
 
 class LayerBackward(LayerForward):
@@ -196,10 +224,7 @@ class LayerBackward(LayerForward):
         self._open_sums(self.block)
 
     def _compute(self) -> None:
-        assert self.micro.calls is not None
-        with torch.enable_grad():
-            source = self.source.detach().requires_grad_()
-            out = self._model.layer(self.index, source, self.micro.calls)
+        out, source = self._differentiable()
         differentiate(
             out, self._into, source, self._parameters, self._sums.add, into=self._into
         )  # fmt: skip

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
+from torch.autograd.graph import GradientEdge
 
 from penstock.engine.loss import TokenValues
 from penstock.engine.pending_update import PendingUpdate
@@ -18,6 +20,22 @@ from penstock.ticket import Ticket
 
 Part = int | tuple[int, int]
 """An operation, by its index in the program; or (index, micro-batch) for a part of one."""
+
+
+class SavedForward(NamedTuple):
+    """What a layer's forward pass of one micro-batch has saved for its backward pass.
+
+    The saved tensors belong to the graph behind `out`. The output itself is not held: the next
+    layer has a copy of it. The layer's weights and its input are not copied, and must stay where
+    they are.
+    """
+
+    out: GradientEdge
+    """Where the backward pass begins."""
+    source: torch.Tensor
+    """The layer's input."""
+    parameters: Mapping[str, torch.nn.Parameter]
+    """The layer's weights, which backward must find in the same place."""
 
 
 @dataclass(slots=True)
@@ -87,6 +105,8 @@ class StepState:
     swept_on_cpu: set[tuple[int, int | None]] = field(default_factory=set)
     """Blocks and pieces that the CPU swept in this step. Written by the sweep lane, read after it
     has ended."""
+    saved: dict[tuple[int, int, int], SavedForward] = field(default_factory=dict)
+    """By round, block and micro-batch: what backward does not recompute. Computing thread only."""
     activations_used: Counter[int] = field(default_factory=Counter)
     """By round: how many fetched activations backward has used. Computing thread only."""
     activation_users: dict[int, list[Hashable]] = field(default_factory=dict)

@@ -32,11 +32,12 @@ from penstock.model.compiled_graphs import (
     capture_inference,
     capture_training,
     inference_lifetimes,
+    saved_lifetimes,
     training_lifetimes,
 )
 from penstock.model.gpu_attention import attending_as_on_gpu
 from penstock.model.inventory import Inventory
-from penstock.model.lifetimes import Request, in_order, peak_nbytes
+from penstock.model.lifetimes import NEVER, Lifetime, Request, in_order, peak_nbytes
 from penstock.model.meta_model import build_model, weight_dtype
 from penstock.model.split import MicroBatch, SplitModel
 from penstock.model.storage_counter import StorageCounter
@@ -44,6 +45,9 @@ from penstock.model.varlen_attention import DocumentSpans
 from penstock.plan.cuda_allocator import PAGE, ExpandableSegments
 from penstock.plan.working_memory import PartMemory, WorkingMemory
 from penstock.plan.workload import Workload
+
+REPETITIONS = 8
+"""Number of forward passes over which the gaps between saved tensors are averaged."""
 
 
 def trace_working_memory(
@@ -83,17 +87,21 @@ def trace_model(
 ) -> WorkingMemory:
     """Trace the working memory of a model without weights. Its buffers become fake tensors."""
     peaks: dict[tuple[str, str], int] = {}
+    saved: dict[str, int] = {}
     inputs = arguments = reserved = 0
     for traced in trace_parts(bare, inventory, workload, on_gpu=on_gpu):
-        key = (traced.part.name, traced.part.phase)
-        # What the embedding leaves, the arguments of layers, has a pool of its own.
-        peaks[key] = max(peaks.get(key, 0), traced.peak - traced.kept)
-        inputs = max(inputs, input_nbytes(traced.part.micro))
+        part, peak = traced.part, traced.peak
+        if isinstance(part, EmbeddingForward):
+            # What the embedding leaves, the arguments of layers, has a pool of its own.
+            arguments, peak = traced.kept, peak - traced.kept
+        elif isinstance(part, LayerForward) and part.phase == "forward" and part.saves:
+            saved[part.name] = max(saved.get(part.name, 0), traced.kept)
+        key = (part.name, part.phase)
+        peaks[key] = max(peaks.get(key, 0), peak)
+        inputs = max(inputs, input_nbytes(part.micro))
         reserved = max(reserved, traced.reserved)
-        if isinstance(traced.part, EmbeddingForward):
-            arguments = traced.kept
     return WorkingMemory(
-        parts=_parts(peaks),
+        parts=_parts(peaks, saved),
         inputs=inputs,
         arguments=arguments,
         # The first page of a part may be one that other tensors use as well.
@@ -109,7 +117,7 @@ class TracedPart(NamedTuple):
     peak: int
     """The most bytes alive at any time."""
     kept: int
-    """Bytes that stay alive when the part has run."""
+    """Bytes that stay alive when the part has run; of a layer, with the gaps that they leave."""
     reserved: int
     """The most bytes of pages that PyTorch's allocator maps for it on a GPU."""
 
@@ -142,23 +150,50 @@ def trace_parts(
 
 def trace_part(part: StepPart, split_model: SplitModel, *, on_gpu: bool) -> TracedPart:
     """Trace a prepared part."""
-    if isinstance(part, LayerForward):
-        assert part.micro.calls is not None
-        backward = part.phase == "backward"
-        hidden = part.source.detach().requires_grad_(backward)
-        call = split_model.compiled_call(part.index, hidden, part.micro.calls)
-        if call is not None:
-            lifetimes = (
-                training_lifetimes(capture_training(*call))
-                if backward
-                else inference_lifetimes(capture_inference(*call))
-            )
-            reserved = _reserved(in_order(lifetimes))
-            return TracedPart(part, peak_nbytes(lifetimes), 0, reserved)
-    with StorageCounter(workspaces=on_gpu) as counter:
-        part.run()
-    kept = counter.live()
-    return TracedPart(part, counter.peak, kept, _reserved(counter.requests))
+    lifetimes = _compiled_lifetimes(part, split_model) if isinstance(part, LayerForward) else None
+    if lifetimes is not None:
+        requests, peak = list(in_order(lifetimes)), peak_nbytes(lifetimes)
+        kept = sum(each.nbytes for each in lifetimes if each.end == NEVER)
+    else:
+        with StorageCounter(workspaces=on_gpu) as counter:
+            part.run()
+        kept, requests, peak = counter.live(), counter.requests, counter.peak
+    if on_gpu and kept and isinstance(part, LayerForward):
+        kept = max(kept, _reserved_each(requests))
+    return TracedPart(part, peak, kept, _reserved(requests))
+
+
+def _compiled_lifetimes(part: LayerForward, split_model: SplitModel) -> Sequence[Lifetime] | None:
+    """Return the memory that a compiled layer uses; None if it is not compiled."""
+    assert part.micro.calls is not None
+    backward = part.phase == "backward"
+    differentiated = backward or part.saves
+    hidden = part.source.detach().requires_grad_(differentiated)
+    call = split_model.compiled_call(part.index, hidden, part.micro.calls)
+    if call is None:
+        return None
+    if not differentiated:
+        return inference_lifetimes(capture_inference(*call))
+    graphs = capture_training(*call)
+    return training_lifetimes(graphs) if backward else saved_lifetimes(graphs)
+
+
+def _reserved_each(requests: Sequence[Request]) -> int:
+    """Return the bytes of pages that each repetition adds, if what is not freed stays allocated.
+
+    Forward passes of several layers and micro-batches follow one another, and the saved tensors of
+    each lie between the temporary ones of the next.
+    """
+    allocator, reserved = ExpandableSegments(), []
+    for number in range(REPETITIONS + 1):
+        for request in requests:
+            if request.nbytes is None:
+                allocator.free((number, request.key))
+            else:
+                allocator.allocate((number, request.key), request.nbytes)
+        allocator.trim()
+        reserved.append(allocator.reserved)
+    return -(-(reserved[-1] - reserved[0]) // REPETITIONS)
 
 
 def _reserved(requests: Iterable[Request]) -> int:
@@ -181,10 +216,17 @@ def _prepared(part: StepPart) -> Iterator[None]:
         part.release()
 
 
-def _parts(peaks: Mapping[tuple[str, str], int]) -> tuple[PartMemory, ...]:
+def _parts(
+    peaks: Mapping[tuple[str, str], int], saved: Mapping[str, int]
+) -> tuple[PartMemory, ...]:
     names = dict.fromkeys(name for name, _ in peaks)
     return tuple(
-        PartMemory(name=name, forward=peaks[name, "forward"], backward=peaks[name, "backward"])
+        PartMemory(
+            name=name,
+            forward=peaks[name, "forward"],
+            backward=peaks[name, "backward"],
+            saved=saved.get(name),
+        )
         for name in names
     )
 

@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from penstock.model.graph_memory import Buffer, graph_use
-from penstock.model.lifetimes import Lifetime
+from penstock.model.lifetimes import NEVER, Lifetime
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +84,13 @@ def training_lifetimes(graphs: TrainingGraphs) -> Sequence[Lifetime]:
     inputs = {i: buffers[n.name] for i, n in enumerate(placeholders) if n.name in buffers}
     backward = graph_use(graphs.backward, inputs)
     return _joined(forward.lifetimes, backward.lifetimes, kept=out)
+
+
+def saved_lifetimes(graphs: TrainingGraphs) -> Sequence[Lifetime]:
+    """Return the memory that the forward graph uses, with no end for what is saved for backward."""
+    forward = graph_use(graphs.forward)
+    _, *saved = forward.outputs
+    return [each._replace(end=NEVER) if each.key in saved else each for each in forward.lifetimes]
 
 
 def _joined(

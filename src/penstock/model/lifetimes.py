@@ -6,6 +6,9 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
+NEVER = 1 << 62
+"""End of memory that stays in use."""
+
 
 class Lifetime(NamedTuple):
     """Memory that is in use from one point in time to another."""
@@ -41,6 +44,6 @@ def peak_nbytes(lifetimes: Sequence[Lifetime]) -> int:
 def in_order(lifetimes: Sequence[Lifetime]) -> Iterator[Request]:
     """Yield the calls of an allocator in the order of time, frees before allocations."""
     events = [(each.start, 1, each) for each in lifetimes if each.nbytes]
-    events += [(each.end, 0, each) for each in lifetimes if each.nbytes]
+    events += [(each.end, 0, each) for each in lifetimes if each.nbytes and each.end < NEVER]
     for _, starts, each in sorted(events, key=lambda event: event[:2]):
         yield Request(each.key, each.nbytes if starts else None)

@@ -53,6 +53,10 @@ small the model. Each of these is less than a large and a small page:
 - the pages by which it may exceed its limit, because it compares a request before it rounds it up
   to pages (`Plan.allocator_nbytes` leaves these out)."""
 
+SAVED = "saved activations"
+"""Name of the pool for what kept forward passes save for backward. PyTorch allocates it as it
+computes."""
+
 PIPE_HALF = 16 * MiB
 """Maximum size of one half of a pipe between the device and NVMe. While one half is copied, the
 other is written or read."""
@@ -118,7 +122,7 @@ def plan_pools(
     staging = max(
         _packed_nbytes(staging_lifetimes(inventory, each, placement, formats)) for each in staged
     )
-    measured = memory_pools(workload, placement.rounds, memory, context_nbytes=context_nbytes)
+    measured = memory_pools(workload, placement, memory, context_nbytes=context_nbytes)
     collective = placement.transport == "collective" and context_nbytes > 0
     hbm = {
         CONTEXT: measured.pop(CONTEXT),
@@ -196,17 +200,50 @@ def held_sum_nbytes(inventory: Inventory, placement: Placement, block: int) -> i
 
 
 def memory_pools(
-    workload: Workload, rounds: int, memory: WorkingMemory, *, context_nbytes: int
+    workload: Workload, placement: Placement, memory: WorkingMemory, *, context_nbytes: int
 ) -> dict[str, int]:
     """Return the pools in HBM that follow from working memory, by name."""
     on_gpu = context_nbytes > 0
     return {
         CONTEXT: context_nbytes,
-        "batch and layer arguments": arguments_nbytes(workload, rounds, memory),
+        "batch and layer arguments": arguments_nbytes(workload, placement.rounds, memory),
         "working memory": memory.peak,
+        SAVED: saved_nbytes(workload, placement, memory),
         "library buffers": memory.libraries if on_gpu else 0,
         "allocator slack": memory.gaps + ALLOCATOR_PAGES if on_gpu else 0,
     }
+
+
+def saved_nbytes(workload: Workload, placement: Placement, memory: WorkingMemory) -> int:
+    """Return the bytes of HBM for what kept forward passes save, in addition to working memory.
+
+    Working memory is for the part that needs the most. Saved tensors may take what is left of it
+    while other parts are computed. So the last layers need the least: their tensors are gone before
+    the other layers are recomputed.
+    """
+    each = micro_batches_per_round(workload, placement.rounds)
+    kept = [min(block.kept, each) for block in placement.blocks[1:-1]]
+    if not any(kept):
+        return 0
+    saved = memory.saved
+    if saved is None:
+        raise PlanError("kept", "needs working memory that says what a forward pass saves")
+    forward, backward = (
+        max(getattr(part, name) for part in memory.layers) for name in ("forward", "backward")
+    )
+    live = peak = 0
+    for count in kept:
+        # The figures of a part contain what its own micro-batch saves.
+        live += count * saved
+        peak = max(peak, live + forward - (saved if count == each else 0))
+    peak = max(peak, live + memory.parts[-1].backward)
+    for count in reversed(kept):
+        if count:
+            peak = max(peak, live - saved + backward)
+        live -= count * saved
+        if count < each:
+            peak = max(peak, live + backward)
+    return round_up(max(0, peak - memory.peak), EXTENT)
 
 
 class PlannedRoom(NamedTuple):

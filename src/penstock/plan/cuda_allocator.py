@@ -97,14 +97,18 @@ class ExpandableSegments:
         self._ranges[small].free(start)
         self.allocated -= size
 
+    def trim(self) -> None:
+        """Unmap all pages without a tensor."""
+        self.trims += 1
+        for each in self._ranges.values():
+            each.unmap_unused()
+
     def _map(self, part: _Range, size: int, small: bool) -> int:
         # The allocator compares the whole request with its limit, even if part of it will be served
         # from pages that are mapped already.
         request = SMALL_PAGE if small else PAGE if size < PAGE // 2 else round_up(size, SMALL_PAGE)
         if self._limit is not None and self.reserved + request > self._limit:
-            self.trims += 1
-            for each in self._ranges.values():
-                each.unmap_unused()
+            self.trim()
             if self.reserved + request > self._limit:
                 raise MemoryError(f"{size} B do not fit in the limit of {self._limit} B")
         return part.map(size)

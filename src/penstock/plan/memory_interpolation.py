@@ -54,6 +54,7 @@ def _between(small: WorkingMemory, large: WorkingMemory, share: float) -> Workin
             name=one.name,
             forward=at(one.forward, other.forward),
             backward=at(one.backward, other.backward),
+            saved=None if one.saved is None or other.saved is None else at(one.saved, other.saved),
         )
         for one, other in zip(small.parts, large.parts, strict=True)
     )

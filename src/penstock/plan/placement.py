@@ -83,6 +83,10 @@ class BlockPlacement:
     """Which processor runs the block's optimizer sweep: the GPU if the states are in HBM, else the
     CPU. `none` if the whole block is frozen."""
 
+    kept: int = 0
+    """Number of micro-batches of each round, the first ones, for which everything that the layer's
+    forward pass saves stays in HBM until its backward pass. The others are recomputed."""
+
     # Looked up thousands of times for each schedule, so they are computed once.
     _homes: Mapping[Role, Home] = field(init=False, repr=False, compare=False)
     _tiers: Mapping[Role, frozenset[Tier]] = field(init=False, repr=False, compare=False)
@@ -91,6 +95,8 @@ class BlockPlacement:
         roles = [home.role for home in self.homes]
         if len(set(roles)) < len(roles):
             raise PlanError("homes", f"{self.block} has a role twice: {', '.join(roles)}")
+        if self.kept < 0:
+            raise PlanError("kept", f"must be 0 or more, got {self.kept}")
         tiers = {home.role: frozenset(share.tier for share in home.shares) for home in self.homes}
         object.__setattr__(self, "_homes", {home.role: home for home in self.homes})
         object.__setattr__(self, "_tiers", tiers)

@@ -41,6 +41,7 @@ class PlacementIndex:
     _split: tuple[bool, ...]
     _weight_in_hbm: tuple[bool, ...]
     _weight_on_nvme: tuple[bool, ...]
+    _kept: tuple[bool, ...]
     _offloads_activation: tuple[bool, ...]
     _gradient_leaves: tuple[bool, ...]
 
@@ -60,6 +61,7 @@ class PlacementIndex:
             tuple(
                 at.touches(Role.FROZEN if at.is_split else weight, Tier.NVME) for at in blocks
             ),
+            tuple(at.kept > 0 for at in blocks),
             *(
                 tuple(at.home(role) is not None and not at.all_on(role, hbm) for at in blocks)
                 for role in (Role.ACTIVATION, Role.GRADIENT)
@@ -107,6 +109,10 @@ class PlacementIndex:
     def offloads_activation(self, block: int) -> bool:
         """Return whether the block's activation is stored outside HBM."""
         return self._offloads_activation[block]
+
+    def is_kept(self, block: int) -> bool:
+        """Return whether backward computes with something that the block's forward has saved."""
+        return self._kept[block]
 
     def gradient_leaves(self, block: int) -> bool:
         """Return whether the block's gradient is stored outside HBM."""
@@ -157,6 +163,7 @@ class WeightWindow:
     def __init__(self, index: PlacementIndex, *, passes: Passes = "step") -> None:
         self.index = index
         rounds = index.placement.rounds if passes == "step" else 1
+        self._keeps = passes == "step"
         self.uses, self._used_at = _uses(index.owned, index.owned_in_backward, rounds, passes)
 
     def next_uses(self, at: int) -> tuple[WeightUse, ...]:
@@ -168,7 +175,11 @@ class WeightWindow:
         needed_soon = {o for use in self.next_uses(at) for o in use.owners}
         layer = self.index.is_layer(owner)
         rivals = [
-            b for b, role in fetched if role is Role.WEIGHT and self.index.is_layer(b) == layer
+            b
+            for b, role in fetched
+            if role is Role.WEIGHT
+            and self.index.is_layer(b) == layer
+            and not self._is_pinned(b, at)
         ]
         idle = sorted(
             (b for b in rivals if b not in needed_soon), key=lambda b: (-self._next(b, at), b)
@@ -179,6 +190,18 @@ class WeightWindow:
             # again for it, at the end of the round.
             return [b for b in idle if self._is_far(self._next(b, at), at)]
         return idle[: max(0, len(rivals) + 1 - self.index.placement.slots)]
+
+    def _is_pinned(self, block: int, at: int) -> bool:
+        """Return whether what a forward pass has saved for use `at` or later refers to the weights.
+
+        They must not move then. Such a block does not count as one of the slots.
+        """
+        if not self._keeps:
+            return False
+        turn = self.index.count - 1  # the head's place among the uses of a round
+        place = at % (2 * turn + 1)
+        users = (u for u in self.index.users(block) if self.index.is_kept(u))
+        return any(user < place <= 2 * turn - user for user in users)
 
     def _is_far(self, use: int, at: int) -> bool:
         """Return whether `use` is after all layers of the round in which use `at` is."""

@@ -224,7 +224,7 @@ class Plan:
         context = sum(pool.nbytes for pool in self.pools if pool.what == CONTEXT)
         if context and memory.context is not None:
             context = memory.context
-        return memory_pools(self.workload, self.placement.rounds, memory, context_nbytes=context)
+        return memory_pools(self.workload, self.placement, memory, context_nbytes=context)
 
     def with_memory(self, memory: WorkingMemory) -> Plan:
         """Return the plan with pools for another working memory, and the same placement.
@@ -254,6 +254,7 @@ class Plan:
         inventory = self.workload.stored(inventory)
         for number in range(len(blocks)):
             self._check_homes(inventory, number)
+            self._check_kept(inventory, number)
 
     def _check_homes(self, inventory: Inventory, number: int) -> None:
         """Raise PlanError unless a block has a home of sufficient size for everything it needs."""
@@ -286,6 +287,31 @@ class Plan:
                     where,
                     f"has {home.nbytes} B for {home.role}, but {spec.name} needs {needed} B",
                 )
+
+    def _check_kept(self, inventory: Inventory, number: int) -> None:
+        """Raise PlanError if a block cannot keep what its forward pass saves."""
+        placed, where = self.placement.blocks[number], f"placement.blocks[{number}].kept"
+        if not placed.kept:
+            return
+        if inventory.blocks[number].kind != "layer":
+            raise PlanError(where, f"must be 0 for {placed.block}, which is no layer")
+        if not self.workload.may_keep:
+            raise PlanError(
+                where,
+                f"is {placed.kept}, but with "
+                + (
+                    "a loss that the caller computes"
+                    if self.workload.caller_loss
+                    else "the numerics of an earlier version (numerics.forward is inference)"
+                )
+                + " every layer is recomputed; make a new plan with `penstock plan`",
+            )
+        if not placed.all_on(Role.ACTIVATION, Tier.HBM):
+            raise PlanError(
+                where,
+                f"is {placed.kept}, so the activation of {placed.block} must be in HBM: what is "
+                f"saved refers to it",
+            )
 
     def _check_split(self, spec: Block, placed: BlockPlacement, where: str) -> None:
         """Raise PlanError unless all that is trained of a split block is in HBM."""

@@ -52,9 +52,14 @@ class PartMemory:
     """Peak bytes of the backward pass of one micro-batch, with the recomputation of the forward
     pass. For the head, of the loss and its gradient."""
 
+    saved: int | None = None
+    """Bytes that a layer's forward pass of one micro-batch saves for its backward pass, without
+    the layer's input and weights. They are part of `forward` and of `backward`. None if not known:
+    a plan then keeps nothing."""
+
     def __post_init__(self) -> None:
-        for name in ("forward", "backward"):
-            if getattr(self, name) < 0:
+        for name in ("forward", "backward", "saved"):
+            if (getattr(self, name) or 0) < 0:
                 raise PlanError(name, f"must be 0 or more, got {getattr(self, name)}")
 
     @property
@@ -114,11 +119,23 @@ class WorkingMemory:
         own, others = (each.libraries + each.gaps for each in (self, other))
         return (
             self.peak >= other.peak
+            and (self.saved or 0) >= (other.saved or 0)
             and self.inputs >= other.inputs
             and self.arguments >= other.arguments
             and own + NOISE >= others
             and outside[0] + NOISE >= outside[1]
         )
+
+    @property
+    def layers(self) -> tuple[PartMemory, ...]:
+        """The kinds of layers."""
+        return self.parts[1:-1] or self.parts
+
+    @property
+    def saved(self) -> int | None:
+        """Bytes that the forward pass of one micro-batch saves, of any layer; None if not known."""
+        sizes = [part.saved for part in self.layers]
+        return None if None in sizes else max(size for size in sizes if size is not None)
 
     @property
     def largest(self) -> PartMemory:

@@ -72,6 +72,8 @@ def estimate_working_memory(inventory: Inventory, workload: Workload) -> Working
                 name=names[1],
                 forward=max(forward for forward, _ in layers),
                 backward=max(backward for _, backward in layers) + layer_gradients,
+                # Less, in fact: backward needs more than what was saved for it.
+                saved=max(backward for _, backward in layers),
             ),
             PartMemory(name=names[-1], forward=head, backward=head + head_gradients),
         ),

@@ -20,6 +20,7 @@ from penstock.units import MiB
 Attention = Literal["sdpa", "varlen", "eager"]
 LossKernel = Literal["torch", "fused"]
 HeadSum = Literal["micro", "chunk"]
+LayerForward = Literal["training", "inference"]
 
 MICRO_BATCH_TOKENS = 16384
 """Default number of tokens per micro-batch. A layer reaches its full rate on a large GPU with this
@@ -62,6 +63,13 @@ class Numerics:
     adds the same bits on whichever GPU it is computed. With `chunk`, every chunk is added to the
     step's sum. New workloads use `micro` (`default_numerics`); the default here is for files that
     were written before the field existed."""
+
+    forward: LayerForward = "inference"
+    """Which code computes the forward pass of a layer in training. With `training`, it is the code
+    that backward differentiates, so that a plan may keep what it saves or compute it again. With
+    `inference`, it is code without gradients, which a compiler may fuse and round differently, and
+    backward always recomputes. New workloads use `training` (`default_numerics`); the default here
+    is for files that were written before the field existed."""
 
     label_smoothing: float = 0.0
     """Share of the probability that every target spreads over the whole vocabulary."""
@@ -249,6 +257,14 @@ class Workload:
         several = (self.micro_batches > 1 or self.accumulate) and self.caller_loss is None
         return self.numerics.head_sum == "micro" and self._has_chunks and several
 
+    @property
+    def may_keep(self) -> bool:
+        """Whether a plan may keep what the forward pass of a layer saves for its backward pass.
+
+        If the caller computes the loss, any number of calls may lie between the two passes.
+        """
+        return self.numerics.forward == "training" and self.caller_loss is None
+
     def formats(self, rounds: int = 1) -> Formats:
         """Return the storage formats for a step of `rounds` rounds."""
         accumulates = rounds > 1 or self.accumulate
@@ -328,6 +344,7 @@ def default_numerics(
         ),
         loss_kernel="fused" if fused else "torch",
         head_sum="micro",
+        forward="training",
         attention="varlen" if kernels and inventory.plain_attention else "sdpa",
         compiled=kernels and not inventory.own_attention,
         deterministic=True,

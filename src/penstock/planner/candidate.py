@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -96,11 +96,15 @@ class Candidate:
     ahead: int = 1
     """See `Placement.ahead`."""
 
+    kept: tuple[int, ...] = ()
+    """See `BlockPlacement.kept`, for each block; empty if nothing is kept. The activation of a
+    block that keeps something is in HBM, wherever its locations say."""
+
     # Candidates are keys of several caches, and the locations of a large model take long to hash.
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        value = hash((self.locations, self.rounds, self.slots, self.ahead))
+        value = hash((self.locations, self.rounds, self.slots, self.ahead, self.kept))
         object.__setattr__(self, "_hash", value)
 
     def __hash__(self) -> int:
@@ -109,4 +113,18 @@ class Candidate:
     def moved(self, changes: dict[int, BlockLocations]) -> Candidate:
         """Return a copy with other locations for some blocks."""
         locations = tuple(changes.get(i, each) for i, each in enumerate(self.locations))
-        return Candidate(locations, self.rounds, self.slots, self.ahead)
+        return replace(self, locations=locations)
+
+    def kept_of(self, block: int) -> int:
+        """Return for how many micro-batches of a round a block keeps what its forward saves."""
+        return self.kept[block] if self.kept else 0
+
+    @property
+    def placed(self) -> tuple[BlockLocations, ...]:
+        """The locations, with the activations of blocks that keep something in HBM."""
+        if not self.kept:
+            return self.locations
+        return tuple(
+            each._replace(activation=Location.HBM) if kept else each
+            for each, kept in zip(self.locations, self.kept, strict=True)
+        )

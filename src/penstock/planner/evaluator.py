@@ -27,6 +27,7 @@ from penstock.plan.buffers import (
     pipe_nbytes,
     plan_pools,
     role_nbytes,
+    saved_nbytes,
 )
 from penstock.plan.build_schedule import step_schedule
 from penstock.plan.placement import (
@@ -133,7 +134,7 @@ class PlanEvaluator:
     _timer: StepTimer = field(init=False)
     _coarse_elements: int = field(init=False)
     _capacities: dict[Tier, int] = field(init=False)
-    _blocks: dict[tuple[int, BlockLocations, int], BlockPlacement] = field(
+    _blocks: dict[tuple[int, BlockLocations, int, int], BlockPlacement] = field(
         init=False, default_factory=dict
     )
     _block_nbytes: dict[tuple[int, BlockLocations, int], Mapping[Tier, int]] = field(
@@ -244,7 +245,7 @@ class PlanEvaluator:
 
         Blocks of one kind with the same locations need the same bytes.
         """
-        alike = Counter(zip(self.inventory.kinds, candidate.locations, strict=True))
+        alike = Counter(zip(self.inventory.kinds, candidate.placed, strict=True))
         for (kind, locations), count in alike.items():
             yield self._stored_block_nbytes(kind, locations, candidate.rounds), count
 
@@ -425,12 +426,18 @@ class PlanEvaluator:
 
     def _block_placements(self, candidate: Candidate) -> tuple[BlockPlacement, ...]:
         rounds = candidate.rounds
-        return tuple(self._block(i, each, rounds) for i, each in enumerate(candidate.locations))
+        return tuple(
+            self._block(i, each, rounds, candidate.kept_of(i))
+            for i, each in enumerate(candidate.placed)
+        )
 
-    def _block(self, index: int, locations: BlockLocations, rounds: int) -> BlockPlacement:
-        key = (index, locations, rounds)
+    def _block(
+        self, index: int, locations: BlockLocations, rounds: int, kept: int = 0
+    ) -> BlockPlacement:
+        key = (index, locations, rounds, kept)
         if key not in self._blocks:
-            self._blocks[key] = self._make_block(index, locations, rounds)
+            block = self._make_block(index, locations, rounds)
+            self._blocks[key] = replace(block, kept=kept) if kept else block
         return self._blocks[key]
 
     def _make_block(self, index: int, locations: BlockLocations, rounds: int) -> BlockPlacement:
@@ -559,7 +566,7 @@ class QuickSizer:
         key = HbmKey(resident, split, candidate.rounds, candidate.slots, candidate.ahead)
         if key not in self.hbm_cache:
             locations = tuple(map(_in_hbm_or_dram, candidate.locations))
-            placement = self.placement(replace(candidate, locations=locations))
+            placement = self.placement(replace(candidate, locations=locations, kept=()))
             pools = plan_pools(
                 self.inventory,
                 self.workload,
@@ -569,7 +576,21 @@ class QuickSizer:
                 context_nbytes=self.context_nbytes,
             )
             self.hbm_cache[key] = sum(pool.nbytes for pool in pools if pool.tier is Tier.HBM)
-        return self.hbm_cache[key]
+        return self.hbm_cache[key] + self._kept_nbytes(candidate)
+
+    def _kept_nbytes(self, candidate: Candidate) -> int:
+        """Return the bytes of saved tensors, and of the streamed weights that they refer to."""
+        if not candidate.kept:
+            return 0
+        placement = self.placement(candidate)
+        homes = (
+            at.streamed
+            for at, each in zip(placement.blocks, candidate.locations, strict=True)
+            if at.kept and not each.resident
+        )
+        sizes = sorted(self.inventory.shards * home.nbytes for home in homes if home is not None)
+        # One of them is in a slot in any case.
+        return saved_nbytes(self.workload, placement, self.memory) + sum(sizes[:-1])
 
     def _staging_nbytes(self, candidate: Candidate, placement: Placement) -> int:
         """Return the most bytes in staging: pieces of sweeps in forward, weights in backward."""
