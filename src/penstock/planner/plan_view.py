@@ -12,6 +12,7 @@ from rich.text import Text
 from penstock.errors import InfeasibleError
 from penstock.machine.machine import Machine
 from penstock.model.inventory import Inventory
+from penstock.plan.buffers import micro_batches_per_round
 from penstock.plan.placement import Share
 from penstock.plan.plan import Plan
 from penstock.plan.working_memory import WorkingMemory
@@ -73,9 +74,21 @@ def plan_json(result: PlanResult) -> dict[str, Any]:
                 for part in result.memory.parts
             },
         },
+        "recompute": _recompute_json(plan),
         "host": {"process": plan.process_memory, "peak": plan.host_nbytes},
         "ranks": _ranks_json(plan),
         "not_trainable": plan.note or None,
+    }
+
+
+def _recompute_json(plan: Plan) -> dict[str, int]:
+    """Return how many forward passes of layers a round has, and how many are not recomputed."""
+    kept, each = kept_passes(plan), micro_batches_per_round(plan.workload, plan.placement.rounds)
+    return {
+        "layers": len(kept),
+        "kept_layers": sum(count == each for count in kept),
+        "passes": each * len(kept),
+        "kept_passes": sum(kept),
     }
 
 
@@ -116,6 +129,7 @@ def infeasible_json(
         "bytes_per_parameter": None,
         "phases": None,
         "working_memory": None,
+        "recompute": None,
         "host": None,
         "ranks": None,
         "not_trainable": not_trainable or None,
@@ -253,10 +267,33 @@ def summary(result: PlanResult, machine: Machine) -> str:
         f"{plan.bytes_per_parameter:.2f} bytes per parameter at rest; "
         f"{plan.placement.rounds} round{'s' if plan.placement.rounds > 1 else ''}, "
         f"micro-batch {plan.workload.numerics.micro_batch}, {_residents(plan)}",
+        *kept_lines(plan),
         *rank_lines(plan),
         *not_reproducible(plan),
     ]
     return "\n".join([*lines, *wear(result, machine)])
+
+
+def kept_lines(plan: Plan) -> list[str]:
+    """Return how many layers are not recomputed in backward; nothing if all of them are."""
+    kept = kept_passes(plan)
+    if not any(kept):
+        return []
+    each = micro_batches_per_round(plan.workload, plan.placement.rounds)
+    whole = sum(count == each for count in kept)
+    text = f"recompute: {whole} of {len(kept)} layers kept"
+    part = [count for count in kept if 0 < count < each]
+    if len(part) == 1:
+        text += f", and one for {part[0]} of {each} micro-batches"
+    elif part:
+        text += f", and {len(part)} for some of {each} micro-batches"
+    return [text]
+
+
+def kept_passes(plan: Plan) -> list[int]:
+    """Return, for each layer, how many micro-batches of a round keep what forward saves."""
+    each = micro_batches_per_round(plan.workload, plan.placement.rounds)
+    return [min(block.kept, each) for block in plan.placement.blocks[1:-1]]
 
 
 TRANSPORTS = {"shared": "shared host memory", "collective": "collective calls"}
@@ -369,9 +406,10 @@ def phase_table(result: PlanResult) -> Table:
 def memory_table(memory: WorkingMemory) -> Table:
     """Return the working memory of each part, the largest first. The largest decides."""
     title = f"working memory ({memory.origin})"
-    table = Table(title, "forward", "backward", box=None, pad_edge=False)
+    table = Table(title, "forward", "backward", "saved", box=None, pad_edge=False)
     for part in sorted(memory.parts, key=lambda part: -part.peak):
-        table.add_row(part.name, format_bytes(part.forward), format_bytes(part.backward))
+        saved = "" if part.saved is None else format_bytes(part.saved)
+        table.add_row(part.name, format_bytes(part.forward), format_bytes(part.backward), saved)
     return table
 
 

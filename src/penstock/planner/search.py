@@ -25,6 +25,7 @@ from penstock.planner.initial_candidates import (
     split_choices,
     spread,
 )
+from penstock.planner.kept_layers import keep_layers
 from penstock.tiers import Tier
 
 
@@ -79,9 +80,13 @@ def search(
 
     Without `exact`, it fits by the quick count of its bytes only.
     """
-    if not exact:
-        return next(iter(_search(evaluator, effort)), None)
-    return _find_exact_fit(evaluator, lambda: _best_exactly(evaluator, _search(evaluator, effort)))
+    if exact:
+        found = _find_exact_fit(
+            evaluator, lambda: _best_exactly(evaluator, _search(evaluator, effort))
+        )
+    else:
+        found = next(iter(_search(evaluator, effort)), None)
+    return None if found is None else keep_layers(evaluator, found, exact=exact)
 
 
 MakeEvaluator = Callable[[DriveWeights | None], PlanEvaluator]

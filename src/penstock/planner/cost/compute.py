@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from penstock.model.inventory import Block, Inventory
+from penstock.plan.placement import Placement
 from penstock.plan.schedule import Operation, Verb
 from penstock.plan.traffic import planned_shapes
 from penstock.plan.workload import Workload
@@ -17,8 +18,12 @@ tensors: 32-bit indices of two codes and fp32 values. A kernel moves none."""
 class ComputeTime:
     """Computes the seconds of each forward, loss and backward operation."""
 
-    def __init__(self, inventory: Inventory, workload: Workload, rounds: int, rates: Rates) -> None:
+    def __init__(
+        self, inventory: Inventory, workload: Workload, placement: Placement, rates: Rates
+    ) -> None:
         self.inventory, self.workload, self.rates = inventory, workload, rates
+        self._kept = [block.kept for block in placement.blocks]
+        rounds = placement.rounds
         sequences = sequences_by_round(workload, rounds)
         self.tokens = [n * workload.context for n in sequences]
         """Number of tokens of each round."""
@@ -31,10 +36,19 @@ class ComputeTime:
         tokens = self.tokens[operation.round]
         if block.kind == "embedding":
             return tokens * self.inventory.hidden * self.rates.element * 3 / self.rates.hbm
-        each = token_seconds(
-            self.inventory, block, self.workload.context, operation.verb, self.rates
-        )
-        return tokens * each + (self._dequantize_seconds(block) if tokens else 0.0)
+        args = (self.inventory, block, self.workload.context)
+        seconds = tokens * token_seconds(*args, operation.verb, self.rates)
+        if operation.verb is Verb.BACKWARD:  # what is kept is not computed again
+            kept = self.kept_passes(operation) * self.workload.numerics.micro_batch
+            saved = min(tokens, kept * self.workload.context)
+            seconds -= saved * token_seconds(*args, Verb.FORWARD, self.rates)
+        return seconds + (self._dequantize_seconds(block) if tokens else 0.0)
+
+    def kept_passes(self, operation: Operation) -> int:
+        """Return for how many micro-batches of its round an operation finds what was saved."""
+        if operation.verb is not Verb.BACKWARD:
+            return 0
+        return min(self._kept[operation.block], self.micro_batches[operation.round])
 
     def _dequantize_seconds(self, block: Block) -> float:
         """Return how long it takes to dequantize a block's weights, once for a round."""

@@ -195,7 +195,7 @@ class StepTimer:
         last_layer = len(placement.blocks) - 2
         for block, at in enumerate(placement.blocks):
             # The last layer's activation may overlap the loss: see `_required_work`.
-            key = (kinds[block], block == last_layer, rounds, *map(id, at.homes))
+            key = (kinds[block], block == last_layer, rounds, at.kept, *map(id, at.homes))
             alike.setdefault(key, []).append(block)
         for key, blocks in alike.items():
             work = self._required.get(key)
@@ -293,7 +293,7 @@ def _required_work(builder: JobBuilder, block: int) -> _RequiredWork:
     several = builder.ranks.world > 1
     if several and at.home(Role.WEIGHT) and (streamed or at.sweep != "none"):
         before.append(Operation(Verb.GATHER, block, (Role.WEIGHT,), "forward"))
-    if model.kind == "layer" and streamed:
+    if model.kind == "layer" and streamed and not at.kept:
         again.append(Operation(Verb.FETCH, block, (Role.WEIGHT,), "backward"))
         if several:
             again.append(Operation(Verb.GATHER, block, (Role.WEIGHT,), "backward"))

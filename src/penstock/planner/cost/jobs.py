@@ -118,7 +118,7 @@ class JobBuilder:
                 length = None if piece is None else lengths[block][piece]
                 key = (verb, roles, gpu, length, kinds[block])
             else:
-                key = (verb, block, round, rounds)
+                key = (verb, block, round, rounds, self.placement.blocks[block].kept)
             demands = known.get(key)
             if demands is None:
                 demands = known[key] = self._demands(operation)
@@ -151,7 +151,7 @@ class JobBuilder:
         return dict(totals)
 
     def _compute_time(self) -> ComputeTime:
-        return ComputeTime(self.inventory, self.workload, self.placement.rounds, self.rates)
+        return ComputeTime(self.inventory, self.workload, self.placement, self.rates)
 
     def _compute_demands(self, compute: ComputeTime, operation: Operation) -> dict[str, float]:
         seconds = compute.seconds(operation)
@@ -161,7 +161,9 @@ class JobBuilder:
             return {"gpu": seconds}
         embeds = self.inventory.blocks[operation.block].kind == "embedding"
         each = ISSUING if embeds else LAUNCHING[operation.verb]
-        return {"gpu": seconds, "host": compute.micro_batches[operation.round] * each}
+        host = compute.micro_batches[operation.round] * each
+        host -= compute.kept_passes(operation) * LAUNCHING[Verb.FORWARD]
+        return {"gpu": seconds, "host": host}
 
     def _block_kinds(self) -> list[int]:
         """Return, for each block, a number that is equal for blocks with the same demands."""
