@@ -25,7 +25,7 @@ ALL_OF_IT = "130GiB"
 PREDICTED = ".predicted.json"
 """Suffix of the file next to a plan that contains its prediction."""
 
-PARTS = ("fast", "long", "disk", "curve", "moments", "32b", "peers", "memascend")
+PARTS = ("fast", "keep", "long", "disk", "curve", "moments", "32b", "peers", "memascend")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,6 +103,14 @@ def _fast_and_long() -> Iterator[Cell]:
                  "plain": True, "seconds": 70},
         three | {"name": "fast-16x4096", "batch": 16, "micro_batch": 4, "dram": "38GiB",
                  "resident": True, "plain": True, "seconds": 110},
+        three | {"name": "keep-4x4096-24", "part": "keep", "batch": 4, "dram": "38GiB",
+                 "seconds": 60},
+        three | {"name": "keep-4x4096-80", "part": "keep", "batch": 4, "hbm": "80GiB",
+                 "dram": "38GiB", "seconds": 60},
+        three | {"name": "keep-16x4096-24", "part": "keep", "batch": 16, "micro_batch": 4,
+                 "dram": "38GiB", "seconds": 80},
+        three | {"name": "keep-16x4096-80", "part": "keep", "batch": 16, "micro_batch": 4,
+                 "hbm": "80GiB", "dram": "38GiB", "seconds": 80},
         eight | {"name": "8b-4x4096", "context": 4096, "batch": 4, "hbm": "24GiB",
                  "dram": "100GiB", "seconds": 70},
         eight | {"name": "8b-1x65536", "context": 65536, "batch": 1, "hbm": "60GiB",
@@ -127,8 +135,14 @@ def survey_model(cell: Cell) -> Inventory:
     return survey_config(config_of(cell.shape, cell.context), name=cell.shape)
 
 
-def plan_cell(cell: Cell, scratch: Path, *, compiled: bool = True) -> PlanResult:
-    """Plan a cell for the machine of the table. Needs no GPU."""
+def plan_cell(
+    cell: Cell, scratch: Path, *, compiled: bool = True, traced: bool = False
+) -> PlanResult:
+    """Plan a cell for the machine of the table. Needs no GPU.
+
+    With `traced`, working memory is that of the model's own code, and the plan may keep layers.
+    """
+    from penstock.engine.memory_source import working_memory_source
     from penstock.plan.budget import parse_budget, with_paths
 
     given = cell.budget(scratch)
@@ -137,4 +151,6 @@ def plan_cell(cell: Cell, scratch: Path, *, compiled: bool = True) -> PlanResult
     machine, _ = with_paths(machine, budget)
     inventory = survey_model(cell)
     workload = workload_for(inventory, settings_of(cell), compiled=compiled)
-    return make_plan(inventory, workload, budget, machine)
+    config = config_of(cell.shape, cell.context) if traced else None
+    source = working_memory_source(config, machine)
+    return make_plan(inventory, workload, budget, machine, source=source)
