@@ -53,6 +53,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 IN_HBM = Way("adapters in HBM, weights in DRAM", ("hhhdd",), {"slots": 3, "ahead": 2})
 ON_DISK = Way("adapters in HBM, weights on disk", ("hhhnn",), {"piece": 4096, "rounds": 2})
+SOME_KEPT = Way("adapters in HBM, some layers kept", ("hhhdd",), {"kept": (3, 0, 2)})
 MIXED = Way("adapters in HBM or not", ("hhhhn", "dddd", "hhhdd", "nnnn", "hhhh"))
 SAMPLE = (
     *("llama", "gpt2 with Conv1D", "phi3, fused queries, keys and values", "llama, DoRA"),
@@ -158,7 +159,7 @@ def untrained(model: Any) -> dict[str, torch.Tensor]:
 def test_plans_give_equal_bits(case: str, tmp_path: Path) -> None:
     family, fields, changes = CASES[case]
     models = []
-    for way in (RESIDENT, DRAM, DISK, WAYS[8], IN_HBM, ON_DISK, MIXED):
+    for way in (RESIDENT, DRAM, DISK, WAYS[8], IN_HBM, ON_DISK, MIXED, SOME_KEPT):
         model = adapted(family, lora(**fields), **changes)
         losses = train(model, way, tmp_path, steps=4)
         models.append((losses, trained(model)))

@@ -20,6 +20,7 @@ from tests.equivalence.test_adapters import (
     IN_HBM,
     MIXED,
     ON_DISK,
+    SOME_KEPT,
     assert_close,
     train,
     train_plainly,
@@ -97,7 +98,7 @@ def test_plans_give_equal_bits(case: str, dtype: str, tmp_path: Path) -> None:
     family, fields, quantize = CASES[case]
     work = {"quantize": quantize, "dtype": dtype}
     found = []
-    for way in (RESIDENT, DRAM, DISK, WAYS[3], WAYS[8], IN_HBM, ON_DISK, MIXED):
+    for way in (RESIDENT, DRAM, DISK, WAYS[3], WAYS[8], IN_HBM, ON_DISK, MIXED, SOME_KEPT):
         model = adapted(family, lora(**fields))
         losses = train(model, way, tmp_path, steps=3, work=work)
         found.append((losses, trained(model)))

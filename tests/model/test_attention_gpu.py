@@ -143,7 +143,7 @@ def test_the_backward_allocates_what_is_stated() -> None:
         del made
         warm_up_autograd(cuda())  # the backward thread may hold them until its next pass
     stated = results + attention_workspace_nbytes(tokens=rows * length, heads=heads)
-    # `before` may count the one block of 512 bytes that the warm-up leaves with the backward thread,
+    # `before` may count the block of 512 bytes that the warm-up leaves with the backward thread,
     # which frees it when the pass starts. The allocator rounds each of four tensors up.
     assert stated - 512 <= extra <= stated + 4 * 512
 
