@@ -111,6 +111,8 @@ def test_ranks_give_the_result_of_one(way: Way, world: int, tmp_path: Path) -> N
         pytest.param("qwen3", MIXED, 2, {"moments": "int8"}, id="int8 moments"),
         pytest.param("qwen3", RESIDENT, 3, {"moments": "bf16"}, id="bf16 moments"),
         pytest.param("llama", MIXED, 3, {"dtype": "fp32"}, id="fp32"),
+        pytest.param("llama", MIXED, 3, {"quantize": "nf4", "freeze": ("*_proj.weight",)},
+                     id="quantized"),
         pytest.param("llama", FAR, 2, {"loss_chunk": 8, "clip": None}, id="chunks, no clipping"),
     ],
 )  # fmt: skip
