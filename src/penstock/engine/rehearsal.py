@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 
+from penstock.engine.determinism import deterministic_kernels
 from penstock.engine.device import Device, PeakMemory
 from penstock.engine.loss import LossFunction
 from penstock.engine.step_parts import (
@@ -121,9 +122,10 @@ def _dequantize_once(inventory: Inventory, workload: Workload, device: Device) -
     sizes = PackedLayout(tensor.elements).nbytes, scratch_nbytes(tensor.elements)
     packed, scratch = (torch.zeros(nbytes, dtype=torch.uint8, device=where) for nbytes in sizes)
     into = torch.empty(tensor.elements, dtype=weight_dtype(workload.dtype), device=where)
-    compiled = workload.numerics.compiled
-    with device.lane("compute"), torch.no_grad():
-        dequantize(packed, tensor.quantization, into, scratch, compiled=compiled)
+    numerics = workload.numerics
+    # As in a step: code is compiled again if it is called in another mode.
+    with device.lane("compute"), torch.no_grad(), deterministic_kernels(numerics.deterministic):
+        dequantize(packed, tensor.quantization, into, scratch, compiled=numerics.compiled)
 
 
 class _Measured(NamedTuple):

@@ -171,21 +171,21 @@ def _scale_table(device: torch.device) -> torch.Tensor:
 class _Scratch:
     """Memory for the steps between codes and weights, of at most one chunk."""
 
+    scales: torch.Tensor
+    scale_indices: torch.Tensor
     indices: torch.Tensor
     values: torch.Tensor
-    scale_indices: torch.Tensor
-    scales: torch.Tensor
 
     @classmethod
     def of(cls, memory: torch.Tensor, blocks: int) -> _Scratch:
         """Divide bytes into the parts that so many blocks need."""
         sizes = scratch_sizes(blocks)
-        indices, values, scale_indices, scales = memory[: sum(sizes)].split_with_sizes(sizes)
+        scales, scale_indices, indices, values = memory[: sum(sizes)].split_with_sizes(sizes)
         return cls(
+            scales.view(torch.float32),
+            scale_indices.view(torch.int32),
             indices.view(torch.int32),
             values.view(torch.float32),
-            scale_indices.view(torch.int32),
-            scales.view(torch.float32),
         )
 
 
