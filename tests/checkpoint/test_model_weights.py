@@ -353,16 +353,6 @@ def test_gpt2_has_no_prefix_in_its_files(tmp_path: Path) -> None:
         assert torch.equal(read[name], tensor), name
 
 
-def test_tensors_that_transformers_converts_are_refused(tmp_path: Path) -> None:
-    config = transformers.MixtralConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
-        num_attention_heads=4, num_key_value_heads=2, num_local_experts=2,
-    )  # fmt: skip
-    transformers.MixtralForCausalLM(config).to(BF16).save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModelError, match="more than a new name"):
-        open_weights(tmp_path)
-
-
 # Tied tensors that the files have twice.
 
 

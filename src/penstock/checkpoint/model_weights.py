@@ -1,82 +1,81 @@
-"""The weights of a model's files, under the model's own names and without quantization.
+"""The weights of a model's files, under the model's own names and in its own form.
 
 `ModelWeights` compares every header with the model when it is created: a missing tensor, and one of
-another shape or type, is an error before memory is allocated. FP8 weights are multiplied by their
-scales while they are read, part by part, so that no tensor is ever in memory as a whole.
+another shape or type, is an error before memory is allocated. Experts that files have one by one
+are put in their places in the model's tensors while they are read.
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
 import math
-import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
-from penstock.checkpoint.errors import CorruptIndexError, TensorMismatchError, TensorNotFoundError
+from penstock.checkpoint.assemble import Assembler
+from penstock.checkpoint.errors import CorruptIndexError, TensorNotFoundError
+from penstock.checkpoint.plain_tensors import PART, PlainTensors, thread_buffer
 from penstock.checkpoint.reader import ShardReader, Spec
-from penstock.checkpoint.safetensors_header import dtype_name
 from penstock.errors import RecordError, UnsupportedModelError
 from penstock.model.checkpoint_names import NameMap, map_names
 from penstock.model.inventory import Inventory, TensorSpec
-from penstock.model.quantization import ScaleBlocks, find_quantization
+from penstock.model.quantization import find_quantization
+from penstock.model.saved_names import SavedNames
+from penstock.model.tensor_layout import Layout, transpose, whole
 from penstock.records import parse
 
-SCALE = "_scale_inv"
-"""Suffix of the name of a tensor's scales. Despite the name, weights are multiplied by them."""
-
-_PLAIN = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-_SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float8_e8m0fnu)
-_ACTIVATION_SCALES = (".activation_scale", ".input_scale")
-"""Suffixes of scales of activations, which unquantized layers do not use."""
-
-PART = 1 << 22
-"""Number of elements of a kept tensor that are read at a time."""
-
 _MAX_CONFIG_NBYTES = 16_000_000
-
-_thread = threading.local()
 
 
 class ModelWeights:
     """The weights of a directory, which match an inventory.
 
-    Quantized tensors are delivered in `dtype`, and all others in the type of the file.
+    FP8 tensors are delivered in `dtype`, MXFP4 tensors in bfloat16, and all others in the type of
+    the file.
     """
 
     def __init__(self, folder: Path, inventory: Inventory, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-        self._blocks = find_quantization(_read_config(folder), str(folder))
-        self.shards = ShardReader(folder)
+        quantization = find_quantization(_read_config(folder), str(folder))
+        self.tensors = PlainTensors(folder, dtype, quantization)
+        self._assembler = Assembler(self.tensors.fill)
         try:
-            scales = {name for name in self.shards.names if self._is_scale(name)}
-            found = [name for name in self.shards.names if name not in scales]
-            mapped = map_names(found, inventory, folder)
+            mapped = map_names(self.tensors.names, inventory, folder)
             self._names, self.kept = mapped.names, mapped.kept
+            self._layouts = mapped.layouts | self._unpacked(mapped)
+            self._splits = mapped.splits
+            self._dtypes: dict[str, torch.dtype] = {}
             self.unexpected = mapped.unexpected
             """Tensors of the files that the model does not have, and that are not saved with it."""
-            self._check_missing(inventory, mapped)
-            for block in inventory.blocks:
-                for tensor in block.tensors:
-                    self._check(self._names[tensor.name], tensor.shape)
             self.missing_buffers = [b.name for b in inventory.buffers if b.name not in self._names]
             """Buffers that the files lack: the model has the values that its class computes."""
-            for buffer in inventory.buffers:
-                if buffer.name in self._names:
-                    self._check_shape(self._names[buffer.name], buffer.shape)
+            self._check_missing(inventory, mapped)
+            self._check_tensors(inventory)
             for name, owner in mapped.tied.items():
                 self._check_tied(name, self._names[owner])
             if mapped.tied_outside:
                 self._check_untied(*(self._names[name] for name in mapped.tied_outside))
-            for name in self.kept:
-                if self._is_quantized(name):
-                    self._check_scales(name, self.shards.spec(name).shape)
         except BaseException:
             self.shards.close()
             raise
+
+    @property
+    def shards(self) -> ShardReader:
+        """The files."""
+        return self.tensors.shards
+
+    @property
+    def saved_names(self) -> SavedNames:
+        """The names and forms in which the model is saved: those of the files.
+
+        Models that the files have under other names, and nothing else, get their own names.
+        """
+        if not (self.kept or self._splits):
+            return SavedNames()
+        return SavedNames(dict(self._names), self._splits)
 
     def file_name(self, name: str) -> str:
         """Return the name in the files of a tensor of the model."""
@@ -84,40 +83,44 @@ class ModelWeights:
 
     def dtype(self, tensor: TensorSpec) -> torch.dtype:
         """Return the type in which `read` delivers a tensor."""
-        return self.kept_spec(self._names[tensor.name]).dtype
+        layout = self._layouts.get(tensor.name)
+        if layout is None:
+            return self.tensors.spec(self._names[tensor.name]).dtype
+        if tensor.name not in self._dtypes:
+            dtypes = {self.tensors.spec(name).dtype for name in layout.sources}
+            self._dtypes[tensor.name] = functools.reduce(torch.promote_types, dtypes)
+        return self._dtypes[tensor.name]
 
     def read(self, tensor: TensorSpec, low: int, high: int) -> torch.Tensor:
         """Read elements of a tensor; the result is valid until this thread reads again."""
-        return self._read(self._names[tensor.name], low, high)
+        layout = self._layouts.get(tensor.name)
+        if layout is None:
+            return self.tensors.read(self._names[tensor.name], low, high)
+        # Slot 1: the first one is used to read tensors of another type.
+        out = thread_buffer(high - low, self.dtype(tensor), slot=1)
+        self._assembler.read(layout, low, out)
+        return out
 
     def kept_spec(self, name: str) -> Spec:
         """Return the shape of a tensor of the files, and the type in which it is delivered."""
-        spec = self.shards.spec(name)
-        return Spec(self._dtype, spec.shape) if self._is_quantized(name) else spec
+        return self.tensors.spec(name)
 
     def kept_parts(self, name: str) -> Iterator[torch.Tensor]:
         """Yield a tensor of the files part by part; each is valid until the next."""
-        elements = math.prod(self.shards.spec(name).shape)
+        elements = math.prod(self.tensors.spec(name).shape)
         for low in range(0, elements, PART):
-            yield self._read(name, low, min(low + PART, elements))
+            yield self.tensors.read(name, low, min(low + PART, elements))
 
     def read_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
         """Set those buffers of a model that the files have."""
         for name, buffer in buffers.items():
             if name in self._names:
-                values = self._read(self._names[name], 0, buffer.numel())
+                values = self.tensors.read(self._names[name], 0, buffer.numel())
                 buffer.copy_(values.view(buffer.shape))
 
     def move_to(self, folder: Path) -> None:
         """Read from a folder with a copy of all tensors under the same names from now on."""
-        shards = ShardReader(folder)
-        self.shards.close()
-        self.shards = shards
-
-    def _read(self, name: str, low: int, high: int) -> torch.Tensor:
-        stored = thread_buffer(high - low, self.shards.spec(name).dtype)
-        self.shards.read_into(name, stored, low)
-        return self._dequantize(name, stored, low) if self._is_quantized(name) else stored
+        self.tensors.move_to(folder)
 
     def close(self) -> None:
         """Close the files."""
@@ -129,52 +132,54 @@ class ModelWeights:
     def __exit__(self, *exception: Any) -> None:
         self.shards.__exit__(*exception)
 
-    def _is_scale(self, name: str) -> bool:
-        if self._blocks is None:
-            return False
-        if name.endswith(SCALE):
-            return name.removesuffix(SCALE) in self.shards.names_set
-        return name.endswith(_ACTIVATION_SCALES)
-
-    def _is_quantized(self, name: str) -> bool:
-        return self.shards.spec(name).dtype == torch.float8_e4m3fn
+    def _unpacked(self, mapped: NameMap) -> dict[str, Layout]:
+        """Return the layouts of MXFP4 tensors, whose matrices are transposed in the files."""
+        packed = {own: name for own, name in mapped.names.items() if name in self.tensors.packed}
+        return {
+            own: transpose(whole(name, self.tensors.spec(name).shape), 1, 2)
+            for own, name in packed.items()
+        }
 
     def _check_missing(self, inventory: Inventory, mapped: NameMap) -> None:
         """Raise an error for tensors that only the model has."""
+        found = self._names.keys() | self._layouts
         owned = (tensor.name for block in inventory.blocks for tensor in block.tensors)
-        missing = [name for name in owned if name not in self._names]
+        missing = [name for name in owned if name not in found]
         if mapped.tied_outside and missing == [mapped.tied_outside[0]]:
             raise UnsupportedModelError(
                 f"{self.shards.path} has no tensor {missing[0]}: config.json ties it to the "
                 f"embedding (tie_word_embeddings), but its text_config does not. Tie both with "
                 f"--model-config tie_word_embeddings=true"
             )
-        if missing:
+        if missing := [*mapped.missing, *missing]:
             raise TensorNotFoundError(
                 self.shards.path, missing[0], others=missing[1:], total=len(self.shards.names),
                 close=difflib.get_close_matches(missing[0], self.shards.names, n=1),
             )  # fmt: skip
 
-    def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
-        spec, path = self.shards.spec(name), self.shards.file_of(name)
-        if spec.shape != shape:
-            raise UnsupportedModelError(
-                f"{path}: {name} has shape {spec.shape}, but config.json describes a model with "
-                f"shape {shape}; use weights and config.json of the same model"
-            )
-
-    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+    def _check_tensors(self, inventory: Inventory) -> None:
         """Raise an error if a tensor cannot be read as the model needs it."""
-        self._check_shape(name, shape)
-        spec, path = self.shards.spec(name), self.shards.file_of(name)
-        if self._is_quantized(name):
-            self._check_scales(name, shape)
-        elif spec.dtype not in _PLAIN:
-            wanted, had = "BF16, F16 or F32", dtype_name(spec.dtype)
-            raise TensorMismatchError(path, name, wanted=wanted, had=had)
-        elif self._blocks is not None and name + SCALE in self.shards.names_set:
-            wanted = "F8_E4M3, because it has scales"
-            raise TensorMismatchError(path, name, wanted=wanted, had=dtype_name(spec.dtype))
+        for name, split in self._splits.items():
+            self._check_shape(name, split.shape)
+            self.tensors.check(name)
+        for tensor in (tensor for block in inventory.blocks for tensor in block.tensors):
+            if tensor.name in self._names:
+                name = self._names[tensor.name]
+                self.tensors.check(name)
+                self._check_shape(name, tensor.shape, self._layouts.get(tensor.name))
+        for buffer in inventory.buffers:
+            if buffer.name in self._names:
+                self._check_shape(self._names[buffer.name], buffer.shape)
+        for name in self.kept:
+            self.tensors.check_scales(name)
+
+    def _check_shape(self, name: str, shape: tuple[int, ...], layout: Layout | None = None) -> None:
+        had = self.tensors.spec(name).shape if layout is None else layout.shape
+        if had != shape:
+            raise UnsupportedModelError(
+                f"{self.tensors.file_of(name)}: {name} has shape {had}, but config.json describes "
+                f"a model with shape {shape}; use weights and config.json of the same model"
+            )
 
     def _check_tied(self, name: str, owner: str) -> None:
         """Raise an error if two tensors that the model ties differ in the files.
@@ -214,82 +219,6 @@ class ModelWeights:
             if not torch.equal(*pair):
                 return False
         return True
-
-    def _check_scales(self, name: str, shape: tuple[int, ...]) -> None:
-        path = self.shards.file_of(name)
-        if self._blocks is None:
-            raise UnsupportedModelError(
-                f"{path}: tensor {name} has the type F8_E4M3, and config.json has no "
-                f"quantization_config that says how to read it; use the model's own config.json"
-            )
-        spec = self.shards.spec(name + SCALE)
-        if spec.dtype not in _SCALE_DTYPES:
-            wanted, had = "a type of scales such as F32", dtype_name(spec.dtype)
-            raise TensorMismatchError(path, name + SCALE, wanted=wanted, had=had)
-        grid = _scale_grid(self._blocks, shape)
-        fits = math.prod(spec.shape) == 1 if grid == (1, 1) else spec.shape == grid
-        if len(shape) != 2 or not fits:
-            raise TensorMismatchError(
-                self.shards.file_of(name + SCALE), name + SCALE, had=f"shape {spec.shape}",
-                wanted=f"shape {grid}, one scale for each block of the weight's shape {shape}",
-            )  # fmt: skip
-
-    def _dequantize(self, name: str, stored: torch.Tensor, low: int) -> torch.Tensor:
-        """Multiply stored values, from element `low` of the tensor on, by their scales.
-
-        The product is rounded once, from fp32 to the type of the weights, as transformers does it.
-        """
-        assert self._blocks is not None
-        shape = self.shards.spec(name).shape
-        columns, grid = shape[1], _scale_grid(self._blocks, shape)
-        rows_per_scale = self._blocks.rows or shape[0]
-        high = low + stored.numel()
-        first, last = (at // columns // rows_per_scale for at in (low, high - 1))
-        scales = self._read_scales(name + SCALE, first, last + 1, grid[1])
-        out = torch.empty(stored.numel(), dtype=self._dtype)
-        at = low
-        while at < high:
-            row, column = divmod(at, columns)
-            scale = scales[row // rows_per_scale - first]
-            if column or high - at < columns:  # part of a row
-                stop = min(high, (row + 1) * columns)
-            else:  # whole rows with the same scales
-                last_row = min(high // columns, (row // rows_per_scale + 1) * rows_per_scale)
-                stop = last_row * columns
-            wide = scale.repeat_interleave(self._blocks.columns or columns)[:columns]
-            wide = wide[column : column + stop - at]
-            values = stored[at - low : stop - low].float().view(-1, wide.numel())
-            out[at - low : stop - low].copy_((values * wide).view(-1))
-            at = stop
-        return out
-
-    def _read_scales(self, name: str, first: int, stop: int, columns: int) -> torch.Tensor:
-        """Read rows `first` to `stop` of a tensor's scales, as fp32."""
-        spec = self.shards.spec(name)
-        scales = torch.empty((stop - first) * columns, dtype=spec.dtype)
-        self.shards.read_into(name, scales, first * columns)
-        if spec.dtype == torch.uint8:  # exponents of powers of two
-            return (scales.float() - 127.0).exp2().view(-1, columns)
-        return scales.float().view(-1, columns)
-
-
-def _scale_grid(blocks: ScaleBlocks, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of a tensor's scales; the last block of a row or column may be partial."""
-    sizes = (blocks.rows, blocks.columns)
-    return tuple(-(-n // (size or n or 1)) for n, size in zip(shape, sizes, strict=False))
-
-
-def thread_buffer(count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return memory that belongs to this thread until it calls again.
-
-    The buffer is reused, because the first touch of a new page takes about as long as filling it
-    from a good disk.
-    """
-    nbytes = count * dtype.itemsize
-    buffer: torch.Tensor | None = getattr(_thread, "buffer", None)
-    if buffer is None or buffer.numel() < nbytes:
-        buffer = _thread.buffer = torch.empty(nbytes, dtype=torch.uint8)
-    return buffer[:nbytes].view(dtype)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

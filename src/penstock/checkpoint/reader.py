@@ -17,7 +17,7 @@ import os
 import stat
 import threading
 from collections.abc import Iterator, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -57,6 +57,7 @@ from penstock.checkpoint.safetensors_header import (
     header_nbytes,
     parse_header,
 )
+from penstock.checkpoint.shard_template import ShardTemplate, TemplateShard
 from penstock.errors import RecordError
 from penstock.records import parse
 from penstock.storage.direct_file import BLOCK, is_direct_io_refused
@@ -116,6 +117,9 @@ class ShardReader:
                     self._tensors[name] = (shard, shard.entries[name])
             self._files = open_files.pop_all()
         self.files = tuple(shards)
+        index = Path(path, f"{stem}.safetensors.index.json") if os.path.isdir(path) else Path(path)
+        is_used = all(wanted is not None for wanted in shards.values())
+        self._index = index if is_used else None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -159,6 +163,12 @@ class ShardReader:
             crc = _read_direct(shard, name, out.detach().reshape(-1).view(torch.uint8), offset)
         if shard.record is not None:
             self._check(shard, entry, start * size, stop * size, crc)
+
+    def template(self) -> ShardTemplate:
+        """Return how the tensors are arranged in the files."""
+        shards = {id(shard): shard for shard, _ in self._tensors.values()}.values()
+        index = self._index.read_bytes() if self._index is not None else b""
+        return ShardTemplate(tuple(map(_template_of, shards)), index)
 
     def check_partly_read(self) -> None:
         """Read every tensor of which only a part was read, and check it."""
@@ -209,6 +219,11 @@ class ShardReader:
             close = difflib.get_close_matches(name, self._tensors, n=1)
             total = len(self._tensors)
             raise TensorNotFoundError(self.path, name, close=close, total=total) from None
+
+
+def _template_of(shard: _Shard) -> TemplateShard:
+    entries = sorted(shard.entries.values(), key=lambda entry: (entry.start, entry.nbytes))
+    return TemplateShard(Path(shard.path).name, shard.header, tuple(entries))
 
 
 def _find_checksums(path: Path, stem: str) -> Manifest | None:
@@ -309,6 +324,7 @@ class _Shard:
     direct_fd: int | None
     """The same file opened with O_DIRECT; None if the file system does not support that."""
     data_start: int
+    header: bytes
     nbytes: int
     entries: dict[str, Entry]
     record: FileRecord | None
@@ -338,8 +354,9 @@ def _open_shard(
         raw = bytearray(length)
         direct_fd = None if keep_cached else _open_direct(path, open_files)
         start = PREFIX_NBYTES + length
-        shard = _Shard(path, fd, direct_fd, start, nbytes, {}, record, keep_cached)
+        shard = _Shard(path, fd, direct_fd, start, prefix, nbytes, {}, record, keep_cached)
         _read(shard, "", memoryview(raw), PREFIX_NBYTES)
+    shard = replace(shard, header=prefix + bytes(raw))
     if record is not None:
         crc = to_hex(crc32c(raw, crc32c(prefix)))
         if crc != record.header:

@@ -16,6 +16,7 @@ from penstock.checkpoint.checksums import PIECE_NBYTES, combine, crc32c, to_hex
 from penstock.checkpoint.disk import bytes_of, translate_write_errors
 from penstock.checkpoint.manifest import FileRecord
 from penstock.checkpoint.safetensors_header import Entry, build_header
+from penstock.checkpoint.shard_template import ShardTemplate
 from penstock.durable_files import name_file, sync
 from penstock.storage.direct_file import DirectWriter
 
@@ -64,6 +65,9 @@ class ShardWriter:
     `<stem>-0000x-of-0000y.safetensors` and have an index, as transformers writes them. Tensors are
     assigned to shards in the order given. Within a shard the wider dtypes come first, so that every
     tensor starts at a multiple of its element size.
+
+    With a `template` of files that have the same tensors, the new files have their names, headers
+    and order: only the elements can differ.
     """
 
     def __init__(
@@ -73,17 +77,21 @@ class ShardWriter:
         stem: str = "model",
         max_shard_nbytes: int = MAX_SHARD_NBYTES,
         private: bool = False,
+        template: ShardTemplate | None = None,
     ) -> None:
         names = {tensor.name for tensor in tensors}
         assert len(names) == len(tensors), "two tensors have the same name"
         assert "__metadata__" not in names, "__metadata__ is not a valid tensor name"
         self.mode = 0o600 if private else 0o666
-        groups = _split(tensors, max_shard_nbytes)
-        self._shards = [
-            _Shard(_shard_name(stem, i, len(groups)), *_lay_out(group))
-            for i, group in enumerate(groups)
-        ]
-        self._index = _build_index(self._shards) if len(groups) > 1 else b""
+        if template is not None and template.fits(map(_entry, tensors)):
+            self._shards, self._index = _follow(template, tensors), template.index
+        else:
+            groups = _split(tensors, max_shard_nbytes)
+            self._shards = [
+                _Shard(_shard_name(stem, i, len(groups)), *_lay_out(group))
+                for i, group in enumerate(groups)
+            ]
+            self._index = _build_index(self._shards) if len(groups) > 1 else b""
         self._index_name = f"{stem}.safetensors.index.json"
 
     @property
@@ -155,6 +163,19 @@ class ShardWriter:
             file.write(memoryview(self._index))
             counter.add(len(self._index), "")
         return FileRecord(nbytes=len(self._index), crc32c=to_hex(crc32c(self._index)))
+
+
+def _entry(tensor: TensorOut) -> Entry:
+    return Entry(tensor.name, tensor.dtype, tensor.shape, 0, tensor.nbytes)
+
+
+def _follow(template: ShardTemplate, tensors: Sequence[TensorOut]) -> list[_Shard]:
+    """Arrange tensors as they are in other files."""
+    by_name = {tensor.name: tensor for tensor in tensors}
+    return [
+        _Shard(shard.name, shard.header, tuple(by_name[entry.name] for entry in shard.entries))
+        for shard in template.shards
+    ]
 
 
 def _split(tensors: Sequence[TensorOut], limit: int) -> list[list[TensorOut]]:

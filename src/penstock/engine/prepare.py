@@ -541,6 +541,7 @@ def _build_engine(
     from penstock.engine.rank_agreement import all_or_none
     from penstock.engine.self_check import self_check
     from penstock.model.meta_model import weight_dtype
+    from penstock.model.saved_names import SavedNames, names_on_save
 
     use_expandable_segments()
     ranks = options.ranks
@@ -555,6 +556,7 @@ def _build_engine(
             bare = _bare_model(model, config, inventory, settings, dtype, device)
             quantize = plan.workload.numerics.quantize
             adapter_files = _adapter_files(bare, model, inventory, settings, quantize)
+            saved_names = SavedNames() if adapter_files else names_on_save(bare, inventory)
             # Before the layers are taken out of the model, and before anything large is allocated.
             # One rank is enough: all have the same model, software and kind of device.
             if settings.model.self_check and ranks.rank == 0:
@@ -573,7 +575,7 @@ def _build_engine(
             ranks.abort(error)  # ranks connect while they allocate: the others wait for this one
             raise
         engine.plan_change = plan_change
-        engine.files.adapter = adapter_files
+        engine.files.adapter, engine.files.saved_names = adapter_files, saved_names
         try:
             with all_or_none(ranks):
                 # Checkpoints have no frozen weights of a model with an adapter.

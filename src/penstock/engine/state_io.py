@@ -18,19 +18,24 @@ import torch
 
 from penstock.checkpoint.adapter_files import STEM as ADAPTER
 from penstock.checkpoint.adapter_files import AdapterFiles, BaseModel, WeightDigest
+from penstock.checkpoint.assemble import Assembler
 from penstock.checkpoint.errors import TensorMismatchError
 from penstock.checkpoint.manifest import FileRecord
-from penstock.checkpoint.model_weights import ModelWeights, thread_buffer
+from penstock.checkpoint.model_weights import ModelWeights
+from penstock.checkpoint.plain_tensors import thread_buffer
 from penstock.checkpoint.reader import ShardReader
+from penstock.checkpoint.shard_template import ShardTemplate
 from penstock.checkpoint.writer import Progress, ShardWriter, TensorOut
 from penstock.engine.bounded_executor import BoundedExecutor
 from penstock.engine.initial_weights import set_master
 from penstock.engine.rank_agreement import all_or_none, share_bytes
 from penstock.engine.spans import role_dtype
-from penstock.engine.tensor_access import Source, TensorAccess
+from penstock.engine.tensor_access import PART, Source, TensorAccess
 from penstock.engine.transport import Transport
 from penstock.model.adapters import Adapter, base_name
 from penstock.model.inventory import Inventory, TensorSpec
+from penstock.model.saved_names import SavedNames
+from penstock.model.tensor_layout import Layout
 from penstock.optim.formats import num_blocks, read_master
 from penstock.records import from_json, to_json
 from penstock.roles import STATE, Role
@@ -54,6 +59,10 @@ class EngineFiles:
         self.adapter: AdapterFiles | None = None
         """The adapter that is trained: only its tensors are saved, and the others are those of the
         base model. None if the weights themselves are trained."""
+        self.saved_names = SavedNames()
+        """Names and forms in which the weights are saved. Reading sets those of the files."""
+        self._template: ShardTemplate | None = None
+        """The files that the weights were read from: the same tensors are saved in the same way."""
         self._source: ModelWeights | None = None
         """The files of a multimodal model, whose other tensors are copied when it is saved."""
 
@@ -69,7 +78,7 @@ class EngineFiles:
         They know the sizes of their files before they write, so that free space can be checked.
         """
         if self.adapter is None:
-            writers = [ShardWriter(list(self._weights()))]
+            writers = [ShardWriter(list(self._weights()), template=self._template)]
         else:
             # PEFT reads one file.
             tensors = list(self._adapter_tensors(self.adapter))
@@ -186,28 +195,62 @@ class EngineFiles:
             opened.enter_context(weights)
             weights.read_buffers(self._buffers)
             yield weights
+            self.saved_names, self._template = weights.saved_names, weights.shards.template()
             if weights.kept:
                 weights.shards.check_partly_read()
                 opened.pop_all()
                 self._source = weights
 
     def _weights(self) -> Iterator[TensorOut]:
-        source = self._source
+        source, names = self._source, self.saved_names.names
+        splits = _splits_by_tensor(self.saved_names)
         for block in self._inventory.blocks:
             for tensor in block.tensors:
-                # A multimodal model keeps the names of its files, next to its other tensors.
-                name = tensor.name if source is None else source.file_name(tensor.name)
-                yield self._out(tensor, Role.WEIGHT, name, tensor.shape)
+                if tensor.name in splits:
+                    yield from map(self._split_out, splits[tensor.name])
+                    continue
+                yield self._out(
+                    tensor, Role.WEIGHT, names.get(tensor.name, tensor.name), tensor.shape
+                )
         for name, buffer in self._buffers.items():
-            name = name if source is None else source.file_name(name)
             yield TensorOut(
-                name=name, dtype=buffer.dtype, shape=tuple(buffer.shape),
+                name=names.get(name, name), dtype=buffer.dtype, shape=tuple(buffer.shape),
                 parts=partial(_whole, buffer),
             )  # fmt: skip
         for name in () if source is None else source.kept:
             assert source is not None
             spec, parts = source.kept_spec(name), partial(source.kept_parts, name)
             yield TensorOut(name=name, dtype=spec.dtype, shape=spec.shape, parts=parts)
+
+    def _split_out(self, name: str) -> TensorOut:
+        """Return a tensor that files have in another form than the model, such as one expert's."""
+        layout = self.saved_names.splits[name]
+        return TensorOut(
+            name=name, dtype=self._access.weight_dtype, shape=layout.shape,
+            parts=partial(self._split_parts, layout),
+        )  # fmt: skip
+
+    def _split_parts(self, layout: Layout) -> Iterator[torch.Tensor]:
+        """Yield a tensor that a layout describes, part by part."""
+        pieces = list(layout.pieces(0, layout.elements))
+        if all(piece.is_run for piece in pieces):
+            for piece in pieces:
+                low, high = piece.first, piece.first + piece.elements
+                yield from self._access.parts(piece.source, Role.WEIGHT, low=low, high=high)
+            return
+        assembler = Assembler(self._fill_weights)
+        for low in range(0, layout.elements, PART):
+            out = torch.empty(min(PART, layout.elements - low), dtype=self._access.weight_dtype)
+            assembler.read(layout, low, out)
+            yield out
+
+    def _fill_weights(self, name: str, first: int, out: torch.Tensor) -> None:
+        """Fill a tensor with weights from element `first` on."""
+        at = 0
+        high = first + out.numel()
+        for part in self._access.parts(name, Role.WEIGHT, low=first, high=high):
+            out[at : at + part.numel()].copy_(part)
+            at += part.numel()
 
     def _adapter_tensors(self, adapter: AdapterFiles) -> Iterator[TensorOut]:
         """Yield the tensors of PEFT's file; those that are trained, as fp32 master weights."""
@@ -275,6 +318,20 @@ def _gather_records(ranks: Transport, own: dict[str, FileRecord]) -> dict[str, F
     for rank in range(ranks.world):
         records = json.loads(share_bytes(ranks, sent, rank))
         found |= {name: from_json(FileRecord, record) for name, record in records.items()}
+    return found
+
+
+def _splits_by_tensor(saved: SavedNames) -> dict[str, list[str]]:
+    """Return, for each tensor of the model, the tensors to save in its place.
+
+    A tensor that is made of several of the model is listed with the first.
+    """
+    found: dict[str, list[str]] = {}
+    for name, layout in saved.splits.items():
+        first, *others = layout.sources
+        found.setdefault(first, []).append(name)
+        for other in others:
+            found.setdefault(other, [])
     return found
 
 

@@ -27,6 +27,7 @@ from penstock.model.quantize import dequantized_parts, quantize
 from penstock.optim.formats import num_blocks
 from penstock.packed_weights import PackedLayout
 from penstock.roles import Formats, Role
+from penstock.units import round_up
 
 PART = 1 << 22
 """Number of elements transferred at a time: a multiple of what the sweep cuts at."""
@@ -78,36 +79,44 @@ class TensorAccess:
         """Return the index of a tensor's block, and its shape."""
         return self._owner[name]
 
-    def parts(self, name: str, role: Role, *, bases: bool = False) -> Iterator[torch.Tensor]:
+    def parts(
+        self, name: str, role: Role, *, bases: bool = False, low: int = 0, high: int | None = None
+    ) -> Iterator[torch.Tensor]:
         """Yield a role of a tensor on the host, part by part; each is valid until the next.
 
-        Quantized weights are dequantized. All ranks must make this call, and request all parts.
+        `low` and `high` select elements of the flattened tensor, unless it is quantized; not for
+        bases. Quantized weights are dequantized. All ranks must make this call, and request all
+        parts.
         """
         tensor = self._owner[name][1]
-        stored = self._stored_parts(name, role, bases=bases)
+        stored = self._stored_parts(name, role, low, high, bases=bases)
         if tensor.quantization is None:
             yield from stored
             return
+        assert (low, high) == (0, None), f"{name} is quantized, and is read as a whole"
         packed = torch.cat([part.clone() for part in stored]).view(torch.uint8)
         yield from dequantized_parts(
             packed, tensor.elements, tensor.quantization, self.weight_dtype
         )
 
-    def _stored_parts(self, name: str, role: Role, *, bases: bool) -> Iterator[torch.Tensor]:
+    def _stored_parts(
+        self, name: str, role: Role, low: int, high: int | None, *, bases: bool
+    ) -> Iterator[torch.Tensor]:
         block, tensor = self._owner[name]
-        offset = self._offset(block, tensor)
-        end = offset + tensor.stored_elements
+        offset = self._offset(block, tensor) + low
+        end = offset - low + (tensor.stored_elements if high is None else high)
         landing: torch.Tensor | None = None
         on_gpu = self._tiers.device.pinned and self._tiers.on_device(block, role)
         if self._ranks.world > 1 or on_gpu:
-            landing = self._landing(role, min(PART, tensor.stored_elements), bases=bases)
+            landing = self._landing(role, min(PART, end - offset), bases=bases)
         for stored in self._ranges(block, role):
-            low, stop = max(stored.first, offset), min(stored.first + stored.elements, end)
-            if low >= stop:
+            start, stop = max(stored.first, offset), min(stored.first + stored.elements, end)
+            if start >= stop:
                 continue
             own = stored.owner in (None, self._ranks.rank)
-            with self._opened(block, role, stored) if own else nullcontext() as span:
-                for first in range(low, stop, PART):
+            wanted = None if bases else (start, stop)
+            with self._opened(block, role, stored, wanted) if own else nullcontext() as span:
+                for first in range(start, stop, PART):
                     last = min(first + PART, stop)
                     values = None
                     if span is not None:
@@ -210,9 +219,13 @@ class TensorAccess:
 
     @contextmanager
     def _opened(
-        self, block: int, role: Role, stored: _StoredRange, *, write: bool = False
-    ) -> Iterator[Span]:
-        """Open a range that this rank stores; one on NVMe is read into staging, or written back."""
+        self, block: int, role: Role, stored: _StoredRange, wanted: tuple[int, int] | None = None,
+        *, write: bool = False,
+    ) -> Iterator[Span]:  # fmt: skip
+        """Open a range that this rank stores; one on NVMe is read into staging, or written back.
+
+        Of a range on NVMe, only the `wanted` elements are read, if they are given.
+        """
         if stored.piece is None:
             spans = self._tiers.spans(block, role)
             yield next(s for s in spans if (s.first, s.count) == (stored.first, stored.elements))
@@ -220,7 +233,14 @@ class TensorAccess:
         store, extent = self._memory.store, self._tiers.extent(block, role, stored.piece)
         data = self._memory.staging[: extent.stored_nbytes]
         if not write:
-            store.start_read(extent, data.numpy()).wait()
+            first, last = 0, extent.stored_nbytes
+            if wanted is not None:
+                # A piece has the slices of many experts, and a save reads them one by one.
+                size = role_dtype(role, self._tiers.formats).itemsize
+                first, end = ((element - stored.first) * size for element in wanted)
+                first -= first % store.unit
+                last = min(round_up(end, store.unit), last)
+            store.start_read(extent, data[first:last].numpy(), offset=first).wait()
             if self._ranks.world > 1:
                 # Ranks that write several files at the same time read tensors in turn.
                 data = data.clone()

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 FP8 = "fp8"
 """The method of transformers' `FineGrainedFP8Config`: one scale for each block of a matrix."""
 
+MXFP4 = "mxfp4"
+"""The method of transformers' `Mxfp4Config`: 4-bit floats, with one scale for 32 of them."""
+
 _MAX_BLOCK = 1 << 20
 
 
@@ -30,7 +33,12 @@ class ScaleBlocks:
     columns: int | None
 
 
-def find_quantization(config: Any, name: str) -> ScaleBlocks | None:
+@dataclass(frozen=True, slots=True)
+class Mxfp4:
+    """Weights of experts are 4-bit floats, as in the files of gpt-oss."""
+
+
+def find_quantization(config: Any, name: str) -> ScaleBlocks | Mxfp4 | None:
     """Return how the weights of a model are quantized, or None if they are not.
 
     Raises UnsupportedModelError if Penstock cannot dequantize them.
@@ -43,6 +51,8 @@ def find_quantization(config: Any, name: str) -> ScaleBlocks | None:
     if fields is None:
         return None
     method = str(fields.get("quant_method") or _old_method(fields) or "not named")
+    if method == MXFP4:
+        return Mxfp4()
     if method != FP8:
         raise UnsupportedModelError(_refusal(name, method))
     size = fields.get("weight_block_size", (128, 128))
@@ -96,7 +106,8 @@ def _is_size(value: object) -> bool:
 def _refusal(name: str, method: str) -> str:
     return (
         f"{name} is quantized (quant_method {method[:40]!r} in quantization_config of "
-        f"config.json), and Penstock reads only unquantized and FP8 weights ({FP8!r}). Load it "
+        f"config.json), and Penstock reads only unquantized, FP8 ({FP8!r}) and MXFP4 ({MXFP4!r}) "
+        f"weights. Load it "
         f"with transformers, call model.dequantize(), save it with save_pretrained(), copy the "
         f"tokenizer's files, and train that directory; or train the unquantized original"
     )
