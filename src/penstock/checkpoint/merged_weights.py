@@ -18,6 +18,7 @@ from torch import nn
 
 from penstock import records
 from penstock.checkpoint.adapter_files import CONFIG, STEM, BaseModel, WeightDigest
+from penstock.checkpoint.assemble import Assembler
 from penstock.checkpoint.errors import TensorMismatchError
 from penstock.checkpoint.model_weights import ModelWeights
 from penstock.checkpoint.reader import ShardReader
@@ -27,6 +28,7 @@ from penstock.model.config import load_config
 from penstock.model.inventory import TensorSpec
 from penstock.model.meta_model import build_model, on_meta, weight_dtype
 from penstock.model.survey import survey_config
+from penstock.model.tensor_layout import Layout
 from penstock.optim import formats
 from penstock.roles import SWEEP_LEAF, Dtype
 
@@ -104,6 +106,22 @@ class MergedWeights:
         for low in range(0, tensor.elements, PART):
             yield self.read(tensor, low, min(low + PART, tensor.elements))
         vars(self._thread).pop("last", None)
+
+    def split_parts(self, layout: Layout) -> Iterator[torch.Tensor]:
+        """Yield a tensor in the form of the files, such as one expert's matrix, part by part."""
+        assembler = Assembler(self._fill)
+        dtype = self.dtype(self._tensor(layout.sources[0]))
+        for low in range(0, layout.elements, PART):
+            out = torch.empty(min(PART, layout.elements - low), dtype=dtype)
+            assembler.read(layout, low, out)
+            yield out
+
+    def _fill(self, name: str, first: int, out: torch.Tensor) -> None:
+        out.copy_(self.read(self._tensor(name), first, first + out.numel()))
+
+    def _tensor(self, name: str) -> TensorSpec:
+        tensors = (tensor for block in self.inventory.blocks for tensor in block.tensors)
+        return next(tensor for tensor in tensors if tensor.name == name)
 
     def is_changed(self, name: str) -> bool:
         """Return whether the adapter changes a tensor of the base model."""

@@ -429,6 +429,12 @@ def check_weights(folder: Path, inventory: Inventory, adapter: Adapter | None = 
                 f"part of the saved model: {_shorten(weights.unexpected)}",
                 CheckpointWarning, stacklevel=3,
             )  # fmt: skip
+        if weights.tensors.packed:
+            warnings.warn(
+                f"{folder}: the MXFP4 weights of the experts are dequantized to BF16 when they are "
+                f"read, and trained and saved unquantized",
+                CheckpointWarning, stacklevel=3,
+            )  # fmt: skip
         if weights.missing_buffers:
             warnings.warn(
                 f"{folder}: the files lack {len(weights.missing_buffers)} buffers of the model "

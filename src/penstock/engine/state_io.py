@@ -203,7 +203,7 @@ class EngineFiles:
 
     def _weights(self) -> Iterator[TensorOut]:
         source, names = self._source, self.saved_names.names
-        splits = _splits_by_tensor(self.saved_names)
+        splits = self.saved_names.splits_by_tensor()
         for block in self._inventory.blocks:
             for tensor in block.tensors:
                 if tensor.name in splits:
@@ -318,20 +318,6 @@ def _gather_records(ranks: Transport, own: dict[str, FileRecord]) -> dict[str, F
     for rank in range(ranks.world):
         records = json.loads(share_bytes(ranks, sent, rank))
         found |= {name: from_json(FileRecord, record) for name, record in records.items()}
-    return found
-
-
-def _splits_by_tensor(saved: SavedNames) -> dict[str, list[str]]:
-    """Return, for each tensor of the model, the tensors to save in its place.
-
-    A tensor that is made of several of the model is listed with the first.
-    """
-    found: dict[str, list[str]] = {}
-    for name, layout in saved.splits.items():
-        first, *others = layout.sources
-        found.setdefault(first, []).append(name)
-        for other in others:
-            found.setdefault(other, [])
     return found
 
 

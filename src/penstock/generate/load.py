@@ -11,6 +11,7 @@ from penstock.checkpoint.adapter_files import STEM as ADAPTER
 from penstock.errors import PenstockError, SurveyError
 from penstock.model.config_check import describe
 from penstock.model.inventory import Inventory
+from penstock.model.quantization import Mxfp4, find_quantization
 from penstock.records import read_json
 from penstock.settings import HUB_MODEL
 from penstock.units import GiB, MiB, format_bytes, format_bytes_up, parse_memory
@@ -282,9 +283,12 @@ def load_resident(
     make: Any = transformers.AutoModelForCausalLM
     _check_generation_config(folder)
     try:
+        dequantize = _dequantize_mxfp4(folder)
         model = make.from_pretrained(
-            str(folder), dtype=dtype, use_safetensors=True, trust_remote_code=trust
+            str(folder), dtype=dtype, use_safetensors=True, trust_remote_code=trust, **dequantize
         )
+        if dequantize:
+            _set_dtype(model, dtype)
     except (torch.OutOfMemoryError, OSError):
         raise
     except Exception as problem:  # the model's own code may raise any exception
@@ -298,6 +302,26 @@ def load_resident(
         check_weights(adapter, stem=ADAPTER)
         model = merge_in_memory(model, adapter, folder)
     return model.to(torch.device(device)).eval()
+
+
+def _dequantize_mxfp4(folder: Path) -> dict[str, Any]:
+    """Return options with which MXFP4 weights are loaded as in training, on any machine.
+
+    Otherwise transformers keeps them as they are where it has kernels for them.
+    """
+    import transformers
+
+    fields = read_json(folder / "config.json")
+    if not isinstance(find_quantization(fields, str(folder)), Mxfp4):
+        return {}
+    return {"quantization_config": transformers.Mxfp4Config(dequantize=True)}
+
+
+def _set_dtype(model: Any, dtype: torch.dtype) -> None:
+    """Convert weights that transformers has dequantized to bfloat16, whatever the wanted type."""
+    for parameter in model.parameters():
+        if parameter.dtype != dtype:
+            parameter.data = parameter.data.to(dtype)
 
 
 TOKEN_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id")

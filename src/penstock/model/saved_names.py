@@ -22,6 +22,19 @@ class SavedNames:
     splits: dict[str, Layout] = field(default_factory=dict)
     """Tensors that have other shapes in files: where their elements are in the model."""
 
+    def splits_by_tensor(self) -> dict[str, list[str]]:
+        """Return, for each tensor of the model that has another form in files, the names of these.
+
+        A tensor of the files that has elements of several is listed with the first of them.
+        """
+        found: dict[str, list[str]] = {}
+        for name, layout in self.splits.items():
+            first, *others = layout.sources
+            found.setdefault(first, []).append(name)
+            for other in others:
+                found.setdefault(other, [])
+        return found
+
 
 def names_on_save(model: Any, inventory: Inventory) -> SavedNames:
     """Return the names and forms in which transformers saves a model that was not read from files.

@@ -71,15 +71,19 @@ def merge(
 
 
 def _tensors(weights: MergedWeights) -> list[TensorOut]:
-    """List all tensors of the merged model, with the names of the base model's files."""
-    found = [
-        TensorOut(
-            name=weights.base.file_name(tensor.name), dtype=weights.dtype(tensor),
-            shape=tensor.shape, parts=partial(weights.parts, tensor),
-        )
-        for block in weights.inventory.blocks
-        for tensor in block.tensors
-    ]  # fmt: skip
+    """List all tensors of the merged model, with the names and forms of the base model's files."""
+    found: list[TensorOut] = []
+    saved = weights.base.saved_names
+    splits = saved.splits_by_tensor()
+    for tensor in (tensor for block in weights.inventory.blocks for tensor in block.tensors):
+        dtype = weights.dtype(tensor)
+        if tensor.name not in splits:
+            name, parts = weights.base.file_name(tensor.name), partial(weights.parts, tensor)
+            found.append(TensorOut(name=name, dtype=dtype, shape=tensor.shape, parts=parts))
+        for name in splits.get(tensor.name, ()):
+            layout = saved.splits[name]
+            parts = partial(weights.split_parts, layout)
+            found.append(TensorOut(name=name, dtype=dtype, shape=layout.shape, parts=parts))
     kept = [
         *weights.base.kept,
         *(
