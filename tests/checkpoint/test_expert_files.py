@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +17,15 @@ from safetensors.torch import load_file
 
 from penstock.checkpoint.errors import TensorMismatchError, TensorNotFoundError
 from penstock.checkpoint.model_weights import ModelWeights
+from penstock.checkpoint.plain_tensors import PART
+from penstock.checkpoint.writer import ShardWriter, TensorOut
 from penstock.errors import UnsupportedModelError
 from penstock.model.saved_names import names_on_save
 from penstock.model.survey import survey
+from penstock.units import MiB
 from tests.checkpoint.test_model_weights import change_config, changed, open_weights, read_all
 from tests.support.fp8_files import quantize
-from tests.support.moe_files import FAMILIES, moe_model, save_moe
+from tests.support.moe_files import FAMILIES, SIZES, moe_model, save_moe
 from tests.support.mxfp4_files import save_mxfp4
 
 BF16 = torch.bfloat16
@@ -287,3 +294,55 @@ def test_a_shard_that_the_index_names_and_that_is_missing_is_an_error(tmp_path: 
     index.write_text(json.dumps(fields))
     with pytest.raises(ValueError, match="must name files in the same directory"):
         open_weights(tmp_path)
+
+
+# Memory.
+
+
+def peak_growth(action: Callable[[], None]) -> int:
+    """Return by how much the memory of this process grows while an action runs."""
+
+    def resident(key: str) -> int:
+        found = re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        assert found is not None
+        return int(found[1]) << 10
+
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
+    before = resident("VmRSS")
+    action()
+    return resident("VmHWM") - before
+
+
+def test_fused_experts_of_100_mb_are_read_in_less_than_40_mib(tmp_path: Path) -> None:
+    fields = SIZES | FAMILIES["olmoe"]
+    fields |= {"num_hidden_layers": 1, "hidden_size": 512, "intermediate_size": 1024}
+    config = transformers.OlmoeConfig(**fields | {"num_experts": 32})
+    config.architectures = ["OlmoeForCausalLM"]
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    inventory = survey(tmp_path)
+    saved = names_on_save(model, inventory)
+    shapes = {name: layout.shape for name, layout in saved.splits.items()}
+    split = set(saved.splits_by_tensor())
+    shapes |= {name: tuple(t.shape) for name, t in model.state_dict().items() if name not in split}
+
+    def part(shape: tuple[int, ...]) -> Iterator[torch.Tensor]:
+        yield torch.zeros(shape, dtype=BF16)
+
+    tensors = [
+        TensorOut(name=name, dtype=BF16, shape=shape, parts=partial(part, shape))
+        for name, shape in shapes.items()
+    ]
+    ShardWriter(tensors).write(tmp_path)
+
+    def read() -> None:
+        with ModelWeights(tmp_path, inventory, BF16) as weights:
+            for tensor in (tensor for block in inventory.blocks for tensor in block.tensors):
+                for low in range(0, tensor.elements, PART):
+                    weights.read(tensor, low, min(low + PART, tensor.elements))
+
+    open_weights(tmp_path)  # imports everything
+    experts = sum(math.prod(layout.shape) for layout in saved.splits.values())
+    assert 2 * experts > 100_000_000
+    assert peak_growth(read) < 40 * MiB

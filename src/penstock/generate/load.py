@@ -309,12 +309,12 @@ def _dequantize_mxfp4(folder: Path) -> dict[str, Any]:
 
     Otherwise transformers keeps them as they are where it has kernels for them.
     """
-    import transformers
-
     fields = read_json(folder / "config.json")
     if not isinstance(find_quantization(fields, str(folder)), Mxfp4):
         return {}
-    return {"quantization_config": transformers.Mxfp4Config(dequantize=True)}
+    from transformers.utils.quantization_config import Mxfp4Config
+
+    return {"quantization_config": Mxfp4Config(dequantize=True)}
 
 
 def _set_dtype(model: Any, dtype: torch.dtype) -> None:
