@@ -276,20 +276,30 @@ class _RecordingModel(SplitModel):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.outputs: dict[int, list[torch.Tensor]] = {}
+        self._recorded: dict[int, list[Calls]] = {}  # by block, the micro-batches so far
+
+    def start_step(self) -> None:
+        """Forget the outputs of the step before."""
+        self.outputs.clear()
+        self._recorded.clear()
 
     def embed(self, micro: MicroBatch) -> tuple[torch.Tensor, Calls]:
         hidden, calls = super().embed(micro)
-        self._record(0, hidden)
+        if not torch.is_grad_enabled():  # backward passes compute the same again
+            self._record(0, hidden)
         return hidden, calls
 
     def layer(self, index: int, hidden: torch.Tensor, calls: Calls) -> torch.Tensor:
         out = super().layer(index, hidden, calls)
-        self._record(1 + index, out)
+        recorded = self._recorded.setdefault(1 + index, [])
+        # Forward and backward have gradients, so only the first time tells them apart.
+        if not any(calls is each for each in recorded):
+            recorded.append(calls)
+            self._record(1 + index, out)
         return out
 
     def _record(self, block: int, out: torch.Tensor) -> None:
-        if not torch.is_grad_enabled():  # backward passes compute the same again
-            self.outputs.setdefault(block, []).append(out.detach().float().flatten(0, -2))
+        self.outputs.setdefault(block, []).append(out.detach().float().flatten(0, -2))
 
 
 def train_with_engine(
@@ -313,7 +323,7 @@ def train_with_engine(
             set_weights(engine.access, inventory, weights)
             return _train(engine, split_model, batches)
     finally:
-        split_model.outputs.clear()
+        split_model.start_step()
         del live, bare, split_model
         gc.collect()  # the compiler leaves cycles that hold tensors
         device.release(0)
@@ -326,7 +336,7 @@ def _train(engine: Engine, model: _RecordingModel, batches: Sequence[Batch]) -> 
     inventory, results = engine.inventory, Results()
     initial = {name: _master(state) for name, state in engine.state.items()}
     for step, batch in enumerate(batches, 1):
-        model.outputs.clear()
+        model.start_step()
         loss = engine.step(batch.for_engine())
         for block, parts in sorted(model.outputs.items()):
             name = inventory.blocks[block].name
@@ -346,7 +356,10 @@ def _master(state: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 
 def streaming_plan(inventory: Inventory, workload: Workload, rounds: int) -> Plan:
-    """Return a plan that streams every other layer, and keeps the rest on the device."""
+    """Return a plan that streams every other layer, and keeps the rest on the device.
+
+    Of the rest, the first micro-batch of a round is not recomputed.
+    """
     machine = cpu_machine(discover())
     budget = Budget(hbm=2 * GiB, dram=2 * GiB, cxl=0, nvme=())
     evaluator = PlanEvaluator(inventory, workload, machine, budget, unbounded=True)
@@ -355,7 +368,8 @@ def streaming_plan(inventory: Inventory, workload: Workload, rounds: int) -> Pla
         for number, block in enumerate(inventory.blocks)
     ]
     rounds = rounds if inventory.may_have_rounds else 1
-    return plan_result(evaluator, Candidate(tuple(homes), rounds)).plan
+    kept = [int(at.activation is Location.HBM and workload.may_keep) for at in homes]
+    return plan_result(evaluator, Candidate(tuple(homes), rounds, kept=tuple(kept))).plan
 
 
 def _locations(block: Block, home: Location) -> BlockLocations:
