@@ -112,4 +112,4 @@ def test_a_table_takes_no_output_of_one_plan(flag: tuple[str, str]) -> None:
 
 def test_fewer_micro_batches_than_gpus_are_refused_with_what_to_set() -> None:
     text = " ".join(run("--batch", "16", "--gpus", "2", code=1).split())
-    assert "(--batch 32), a micro-batch of 8 (--micro-batch 8), or 1 ranks (--gpus 1)" in text
+    assert "(--batch 32), a micro-batch of 8 (--micro-batch 8), or 1 rank (--gpus 1)" in text

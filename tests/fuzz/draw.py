@@ -17,18 +17,26 @@ from tests.campaign.forks import NOT_RUN, Ended, Limits, penstock, run_fork
 from tests.campaign.results import OK, Verdict
 from tests.fuzz.edits import ODD, Edit, draw_edit
 from tests.fuzz.inputs import COMMANDS, FILES, Case, Inputs, command_line
+from tests.fuzz.trainer_command import TRAINER, run_trainer
 
 COMMAND_LINE = "command line"
 
 GROUPS = (*FILES, COMMAND_LINE)
 
 LIMITS = Limits()
+RANK_LIMITS = Limits(cpu_seconds=60, wall_seconds=600)
+"""Limits of a command that may start ranks: each of them imports torch itself."""
 
 FIELDS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "rope_theta",
           "rope_parameters.rope_theta", "num_key_value_heads", "intermediate_size", "x",
           "max_position_embeddings", "tie_word_embeddings", "attention_dropout",
           "hidden_act")  # fmt: skip
 """Fields of `--model-config`."""
+
+
+LORA_OPTIONS = ("alpha", "targets", "exclude", "layers", "save", "dropout", "bias", "init",
+                "rslora", "x")  # fmt: skip
+"""Options of `--lora`."""
 
 
 def draw_case(inputs: Inputs, number: int, rng: random.Random) -> Case:
@@ -63,6 +71,8 @@ def _value(flag: str, rng: random.Random) -> str:
         return f"{rng.choice(FIELDS)}={text}"
     if flag == "--nvme" and rng.random() < 0.5:
         return "{disk}:" + text
+    if flag == "--lora" and rng.random() < 0.9:
+        return f"r=4,{rng.choice(LORA_OPTIONS)}={text}"
     if flag == "--vary" and rng.random() < 0.5:
         return f"dram={text}..64GiB"
     return text
@@ -97,9 +107,12 @@ def run_case(inputs: Inputs, case: Case, here: Path) -> Ended:
     def command() -> int:
         os.chdir(inside)
         os.environ["HOME"] = str(here)
+        if arguments[0] == TRAINER:
+            return run_trainer(Path(arguments[1]))
         return penstock(arguments)()
 
-    return run_fork(command, here, LIMITS)
+    starts_ranks = arguments[0] == "train" and {"--gpus", str(here / "ranks")} & {*arguments}
+    return run_fork(command, here, RANK_LIMITS if starts_ranks else LIMITS)
 
 
 def judge(case: Case, ended: Ended) -> Verdict:
@@ -123,12 +136,19 @@ def _judge_message(case: Case, said: str) -> Verdict:
     """Judge a refusal: it has one line, or a list of wrong lines, and names a changed file."""
     if '"feasible": false' in said or "does not fit" in " ".join(said.split()):
         return OK
-    start = said.find("error: ")
+    # `check` lists everything that is damaged.
+    start = max(said.find("error: "), said.find("damaged: "))
     if start < 0:
         return Verdict("silent", f"exit code 1 without a message: {said[-300:]}")
     lines = [line for line in said[start:].splitlines() if line.strip()]
     message = "\n".join(lines)
-    others = ("also: ", "{", "Ignored unknown kwarg")  # the last one is a note of `tokenizers`
+    others = (
+        "also: ",
+        "damaged: ",
+        "note: ",
+        "{",
+        "Ignored unknown kwarg",
+    )  # the last one is a note of `tokenizers`
     further = [line for line in lines[1:] if not line.startswith(others)]
     # `generate` prints its summary after a request that failed.
     if further and not lines[0].endswith(":") and case.arguments[0] != "generate":

@@ -18,13 +18,17 @@ from penstock import records
 from penstock.checkpoint.manifest import COMPLETE
 from penstock.machine.presets import preset
 from tests.fuzz.edits import Edit
+from tests.fuzz.trainer_command import TRAINER, run_trainer, write_trainer
 from tests.support.manifests import sign, with_file
 from tests.train.runs import RESIDENT, Runs, run_command
 
 PLAN = ("--context", "32", "--batch", "4", "--machine", "desktop-24gb", "--json")
 TRAIN = ("--context", "32", "--batch", "4", *RESIDENT, "--steps", "1", "--json", "--no-self-check")
 
+LORA = "r=4,alpha=8,dropout=0.1,save=lm_head"
+
 CHECKPOINT = "out/checkpoint-000002"
+ADAPTER_CHECKPOINT = "lora/checkpoint-000002"
 
 COMMANDS: Mapping[str, tuple[str, ...]] = {
     "plan": ("plan", "{model}", *PLAN),
@@ -36,6 +40,20 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
     "report": ("report", "{out}", "--json"),
     "compare": ("compare", "{out}", "{out}", "--json"),
     "resume": ("train", "--out", "{out}", "--resume", "--steps", "3", "--json"),
+    "plan gpus": ("plan", "{model}", *PLAN, "--micro-batch", "2", "--gpus", "2,4"),
+    "train lora": (
+        "train",
+        "{model}",
+        "--data",
+        "{texts.jsonl}",
+        "--out",
+        "{here}/new",
+        *TRAIN,
+        "--lora",
+        LORA,
+    ),
+    "merge": ("merge", "{lora}", "--into", "{here}/merged"),
+    "check": ("check", "{out}"),
     "machines": ("machines",),
     "doctor": ("doctor",),
     "store ls": ("store", "ls", "{disk}"),
@@ -52,6 +70,7 @@ CHECKPOINT_FILES = ("training_state.json", COMPLETE, "config.json", "run.yaml",
                     "tokenizer_config.json", "model.safetensors",
                     "optimizer.safetensors")  # fmt: skip
 RUN_FILES = ("run.yaml", "metrics.jsonl", "plan.json", "config.json", "tokenizer.json")
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "base_model.json")
 RECORDINGS = ("observe.json", "samples.jsonl", "phases.jsonl", "events.jsonl")
 
 FILES: Mapping[str, tuple[tuple[str, str], ...]] = {
@@ -91,6 +110,23 @@ FILES: Mapping[str, tuple[tuple[str, str], ...]] = {
         *((f"out/profile/{name}", "compare") for name in RECORDINGS),
         ("out/metrics.jsonl", "report"),
     ),
+    "adapters": (
+        *((f"{ADAPTER_CHECKPOINT}/{name}", "resume lora") for name in ADAPTER_FILES),
+        *((f"lora/{name}", "merge") for name in ADAPTER_FILES),
+        ("lora/adapter_config.json", "generate lora"),
+        ("lora/run.yaml", "resume lora"),
+        ("model/config.json", "train lora"),
+    ),
+    "several GPUs": (
+        ("ranks/run.yaml", "resume ranks"),  # rarely: each rank imports torch
+        *[("ranks/run.yaml", "plan ranks")] * 3,
+        *[("machines.json", "plan machines")] * 2,
+    ),
+    "checked files": (
+        *((f"{CHECKPOINT}/{name}", "check") for name in CHECKPOINT_FILES),
+        *((f"out/{name}", "check") for name in RUN_FILES),
+    ),
+    TRAINER: (("trainer.json", TRAINER),),
 }
 """Files that are changed, with the command that reads them, by the name of the group."""
 
@@ -124,8 +160,15 @@ def command_line(name: str) -> tuple[str, ...]:
     if name in COMMANDS:
         return COMMANDS[name]
     command, _, what = name.partition(" ")
-    if what == "out":
-        return ("generate", "{out}", *COMMANDS["generate"][2:])
+    if name == TRAINER:
+        return (TRAINER, "{trainer.json}")
+    if command == "generate":
+        return ("generate", "{" + what + "}", *COMMANDS["generate"][2:])
+    if command == "resume":
+        return tuple(part.replace("{out}", "{" + what + "}") for part in COMMANDS["resume"])
+    if what == "ranks":
+        config = ("--config", "{ranks}/run.yaml", "--hbm", "auto", "--dram", "auto")
+        return ("plan", "{model}", *config, *PLAN[4:])
     if what == "config":
         config = ("--config", "{run.yaml}")
         return (
@@ -135,9 +178,9 @@ def command_line(name: str) -> tuple[str, ...]:
         )
     if what == "plan":
         return (*COMMANDS["train"][:6], "--plan", "{plan.json}", "--steps", "1", "--json")
-    if what == "machine":
-        arguments = list(COMMANDS[command])
-        arguments[arguments.index("--machine") + 1] = "{machine.json}"
+    if what in ("machine", "machines"):
+        arguments = list(COMMANDS["plan gpus" if what == "machines" else command])
+        arguments[arguments.index("--machine") + 1] = "{" + what + ".json}"
         return tuple(arguments)
     if what == "samples":
         more = ("--sample-prompts", "{prompts.jsonl}", "--eval-split", "0.2", "--sample-new", "2")
@@ -161,11 +204,33 @@ class Inputs:
         shutil.copy(self.folder / "out/plan.json", self.folder / "plan.json")
         shutil.copy(self.folder / "out/run.yaml", self.folder / "run.yaml")
         records.save(preset("desktop-24gb"), self.folder / "machine.json")
+        records.save(preset("board-8x4090"), self.folder / "machines.json")
+        self._make_adapter(runs)
+        self._make_ranks()
+        write_trainer(self.folder / "trainer.json")
         _write_data(self.folder)
+        assert run_trainer(self.folder / "trainer.json") == 0
         for name in ("plan", "generate"):
             line = [self._fill(part, self.folder) for part in COMMANDS[name]]
             ended = run_command(line)
             assert ended.code == 0, ended.errors
+
+    def _make_adapter(self, runs: Runs) -> None:
+        """Train an adapter of the model for two steps."""
+        more = ("--steps", "2", "--save-every", "1", "--lora", LORA, "--no-self-check")
+        trained = runs.run(self.folder / "lora", *RESIDENT, *more)
+        assert trained.code == 0, trained.errors
+
+    def _make_ranks(self) -> None:
+        """Make the run one of two ranks, which have the files of one and another run.yaml."""
+        ranks = self.folder / "ranks"
+        shutil.copytree(self.folder / "out", ranks)
+        for folder in (ranks, *ranks.glob("checkpoint-*")):
+            file = folder / "run.yaml"
+            file.write_text(file.read_text().replace("gpus: 1", "gpus: 2"))
+            manifest = folder / COMPLETE
+            if manifest.exists() and file.name in json.loads(manifest.read_text())["files"]:
+                manifest.write_text(with_file(manifest.read_text(), file.name, file.read_bytes()))
 
     def read(self, file: str) -> bytes:
         return (self.folder / file).read_bytes()

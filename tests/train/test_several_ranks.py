@@ -18,9 +18,12 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.machine.limits import HostMemory
 from penstock.observe.peers import peer_waits
 from penstock.observe.run_files import read_run
 from penstock.settings import read_yaml
+from penstock.train import launch
+from penstock.units import GiB
 from tests.train.runs import RESIDENT, RunResult, Runs, run_command, wait_for_exit, wait_for_line
 
 BATCH = ("--batch", "7", "--micro-batch", "2", "--clip", "0.5")
@@ -124,6 +127,30 @@ def test_ranks_train_to_the_same_bytes(
     assert read_yaml(out / "run.yaml")["gpus"] == world
     hidden = [path.name for path in out.iterdir() if path.name.startswith(".")]
     assert hidden == []
+
+
+@pytest.mark.parametrize(
+    ("more", "free", "words"),
+    [
+        (("--gpus", "8"), GiB, ["batch: is 7 micro-batches of 1", "(--batch 8)"]),
+        (("--gpus", "5", "--micro-batch", "2"), GiB, ["batch: is 4 micro-batches of 2"]),
+        (("--gpus", "4"), GiB, ["gpus: is 4", "need 1.09 GiB", "1.00 GiB", "--gpus 3 or less"]),
+    ],
+)
+def test_too_many_ranks_are_refused_before_one_is_started(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...], free: int,
+    words: list[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(launch, "host_memory", lambda _: HostMemory(free, free, None))
+    monkeypatch.setattr(launch, "_Launcher", None)  # which would start them
+
+    ended = run_command(
+        runs.flags(tmp_path / "out", *RESIDENT, "--batch", "7", "--micro-batch", "auto", *more)
+    )
+
+    assert ended.code == 1
+    assert [word for word in words if word not in " ".join(errors_of(ended))] == []
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.long

@@ -197,16 +197,8 @@ class Workload:
     def _check_ranks(self) -> None:
         """Raise WorkloadError if so many ranks cannot give the result of one."""
         if self.micro_batches < self.world:
-            # The micro-batch changes the result, so it is never reduced to occupy all ranks.
-            size, smaller = self.numerics.micro_batch, self.batch // self.world
-            raise WorkloadError(
-                "batch",
-                f"is {self.micro_batches} micro-batches of {size}, but there are {self.world} "
-                f"ranks, and each needs one; use a batch of {self.world * size} or more (--batch "
-                f"{self.world * size}), "
-                + (f"a micro-batch of {smaller} (--micro-batch {smaller}), " if smaller else "")
-                + f"or {self.micro_batches} ranks (--gpus {self.micro_batches})",
-            )
+            size = self.numerics.micro_batch
+            raise WorkloadError("batch", too_few_micro_batches(self.batch, size, self.world))
         if self.numerics.head_sum == "chunk" and self._has_chunks:
             raise WorkloadError(
                 "numerics.head_sum",
@@ -306,6 +298,23 @@ class Workload:
                 else f"is varlen, but that kernel supports no dropout, and only head sizes up to "
                 f"256 that are multiples of 8, which does not cover {inventory.model}; use sdpa",
             )
+
+
+def too_few_micro_batches(batch: int, size: int, world: int) -> str:
+    """Say that some ranks would have no micro-batch, and what to change."""
+    # The micro-batch changes the result, so it is never reduced to occupy all ranks.
+    count, smaller = -(-batch // size), batch // world
+    return (
+        f"is {_counted(count, 'micro-batch', 'micro-batches')} of {size}, but there are {world} "
+        f"ranks, and each needs one; use a batch of {world * size} or more (--batch "
+        f"{world * size}), "
+        + (f"a micro-batch of {smaller} (--micro-batch {smaller}), " if smaller else "")
+        + f"or {_counted(count, 'rank', 'ranks')} (--gpus {count})"
+    )
+
+
+def _counted(count: int, one: str, several: str) -> str:
+    return f"{count} {one if count == 1 else several}"
 
 
 def default_numerics(

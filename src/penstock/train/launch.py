@@ -22,10 +22,14 @@ from types import FrameType
 from typing import Any
 
 from penstock.errors import SettingsError
+from penstock.machine.limits import IMPORTS, host_memory
+from penstock.machine.sysfs import System
+from penstock.plan.workload import too_few_micro_batches
 from penstock.rank_place import CODE, LAUNCH, LOST, REPORTED, STARTED, pid_name
 from penstock.settings import Settings, write_yaml
 from penstock.train.errors import RanksLostError
 from penstock.train.signals import SIGNALS, STOPPED, STOPPING, write_error
+from penstock.units import format_bytes
 
 POLL_SECONDS = 0.1
 
@@ -38,6 +42,7 @@ def launch(settings: Settings, flags: list[str]) -> int:
     """
     check_several_ranks(settings)
     _check_gpus(settings.memory.gpus)
+    _check_processes(settings, System())
     folder = Path(tempfile.mkdtemp(prefix="penstock-launch-"))
     try:
         config = folder / "settings.yaml"
@@ -69,6 +74,27 @@ def _check_gpus(wanted: int) -> None:
         number = torch.cuda.device_count()
         raise SettingsError(
             "gpus", f"is {wanted}, but torch can use {number} here; use --gpus {number} or less"
+        )
+
+
+def _check_processes(settings: Settings, system: System) -> None:
+    """Raise SettingsError if there cannot be so many ranks, before any of them is started.
+
+    Each rank loads PyTorch, so the ranks of a mistyped number would fill the memory of the machine
+    before the first of them finds out that its batch is too small.
+    """
+    ranks, schedule = settings.memory.gpus, settings.schedule
+    size = schedule.micro_batch_size or 1  # which `auto` may choose
+    micro_batches = -(-schedule.batch // size)
+    if micro_batches < ranks:
+        raise SettingsError("batch", too_few_micro_batches(schedule.batch, size, ranks))
+    free = host_memory(system).free
+    if free < ranks * IMPORTS:
+        raise SettingsError(
+            "gpus",
+            f"is {ranks}: as many processes need {format_bytes(ranks * IMPORTS)} to load PyTorch, "
+            f"and {format_bytes(free)} of memory are free; use --gpus {max(1, free // IMPORTS)} or "
+            f"less",
         )
 
 
