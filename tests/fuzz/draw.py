@@ -33,7 +33,6 @@ FIELDS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads
           "hidden_act")  # fmt: skip
 """Fields of `--model-config`."""
 
-
 LORA_OPTIONS = ("alpha", "targets", "exclude", "layers", "save", "dropout", "bias", "init",
                 "rslora", "x")  # fmt: skip
 """Options of `--lora`."""
@@ -142,13 +141,8 @@ def _judge_message(case: Case, said: str) -> Verdict:
         return Verdict("silent", f"exit code 1 without a message: {said[-300:]}")
     lines = [line for line in said[start:].splitlines() if line.strip()]
     message = "\n".join(lines)
-    others = (
-        "also: ",
-        "damaged: ",
-        "note: ",
-        "{",
-        "Ignored unknown kwarg",
-    )  # the last one is a note of `tokenizers`
+    # The last one is a note of `tokenizers`.
+    others = ("also: ", "damaged: ", "DAMAGED: ", "note: ", "{", "Ignored unknown kwarg")
     further = [line for line in lines[1:] if not line.startswith(others)]
     # `generate` prints its summary after a request that failed.
     if further and not lines[0].endswith(":") and case.arguments[0] != "generate":

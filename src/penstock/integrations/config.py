@@ -4,11 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any, Literal
 
 from penstock.errors import SettingsError
 from penstock.packed_weights import Quantization
 from penstock.roles import Dtype, Moments
+
+_SIZE = ((str, int), "a size such as '22GiB', a number of bytes, or 'auto'")
+_SWITCH = ((bool,), "True or False")
+_KINDS: Mapping[str, tuple[tuple[type, ...], str]] = {
+    **dict.fromkeys(("hbm", "dram", "cxl"), _SIZE),
+    "nvme": ((str, tuple, list), "a budget such as '/mnt/nvme:400GiB', or several"),
+    **dict.fromkeys(("moments", "on_nonfinite"), ((str,), "a string")),
+    "dtype": ((str, NoneType), "a string or None"),
+    "context": ((int, NoneType), "a number of tokens or None"),
+    "micro_batch": ((int, str), "a number of sequences or 'auto'"),
+    "pack": ((bool, NoneType), "True, False or None"),
+    "freeze": ((str, tuple, list), "a pattern of names, or several"),
+    **dict.fromkeys(("deterministic", "self_check", "show_plan"), _SWITCH),
+    "engine": ((Mapping, NoneType), "a dictionary of arguments of penstock.prepare, or None"),
+}
+"""The types of the fields, and their description in a message."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +74,13 @@ class PenstockConfig:
     """Other arguments of `penstock.prepare`, such as `machine` or `sweep_threads`."""
 
     def __post_init__(self) -> None:
+        for name, (kinds, words) in _KINDS.items():
+            value = getattr(self, name)
+            several = value if isinstance(value, list | tuple) else ()
+            # A bool is an int to Python, and a string is one pattern or path.
+            right = type(value) in kinds or (Mapping in kinds and isinstance(value, Mapping))
+            if not right or not all(isinstance(each, str) for each in several):
+                raise SettingsError(name, f"must be {words}, got {value!r:.80}")
         if self.context is not None and self.context < 2:
             raise SettingsError("context", f"must be 2 or more, got {self.context}")
 

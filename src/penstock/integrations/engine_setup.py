@@ -40,6 +40,9 @@ _DTYPES: dict[torch.dtype, Dtype] = {
     torch.float16: "fp16",
 }
 
+_ENGINE_OPTIONS = ("compiled", "sweep_threads", "store", "rehearse", "progress")
+"""Arguments of `prepare` that a trainer does not set itself."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
@@ -69,6 +72,7 @@ class EngineRequest:
 
 def open_engine(request: EngineRequest, *, show: bool) -> Engine:
     """Plan memory for a trainer, and build the engine. All ranks call this, and rank 0 plans."""
+    options = _engine_options(request.config)
     settings, ranks = _settings(request), request.group.transport
     choice = None
     with all_or_none(ranks):
@@ -84,13 +88,25 @@ def open_engine(request: EngineRequest, *, show: bool) -> Engine:
         console = Console(file=sys.stdout, width=120, highlight=False)
         console.print(f"Penstock plans for sequences of {length} tokens ({source}).")
         print_plan(console, choice)
-    options = dict(request.config.engine or {})
-    options.pop("machine", None)
     return prepare(
         request.model, plan=choice, settings=settings, optimizer=request.optimizer,
         param_groups=_grouping(request), loss=request.loss, ranks=ranks,
         device=request.group.device or _device(request.args), **options,
     )  # fmt: skip
+
+
+def _engine_options(config: PenstockConfig) -> dict[str, Any]:
+    """Return the arguments that the user adds to those that a trainer gives to `prepare`."""
+    options = dict(config.engine or {})
+    options.pop("machine", None)  # which the plan is made for
+    for name in options:
+        if name not in _ENGINE_OPTIONS:
+            raise SettingsError(
+                "engine",
+                f"has {name!r:.80}, which it cannot set; it takes machine, "
+                f"{', '.join(_ENGINE_OPTIONS)}",
+            )
+    return options
 
 
 def _choose_plan(
