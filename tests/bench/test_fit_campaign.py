@@ -58,18 +58,18 @@ def test_packed_rows_start_documents_at_zero() -> None:
 
 def test_random_models_train_at_the_least_memory_on_a_cpu(tmp_path: Path) -> None:
     out = tmp_path / "fit.jsonl"
-    command = [sys.executable, "bench/fit_campaign.py", "--tiny", "--device", "cpu", "--cases", "2",
-               "--workers", "2", "--compiled", "0", "--seed", "11", "--out", str(out)]  # fmt: skip
+    command = [sys.executable, "bench/fit_campaign.py", "--tiny", "--device", "cpu", "--cases", "1",
+               "--workers", "1", "--compiled", "0", "--seed", "11", "--out", str(out)]  # fmt: skip
     result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
 
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
     records = fit_campaign.read_records(out)
-    assert sorted(record["case"]["number"] for record in records) == [0, 1]
+    assert sorted(record["case"]["number"] for record in records) == [0]
     for record in records:
         assert record["outcome"] in fit_campaign.TRAINED
         assert len(record["losses"]) == 3
         assert 0 < record["planned_hbm"] <= record["least_hbm"] == record["hbm_budget"]
-    assert '"trained": 2' in result.stdout
+    assert '"trained": 1' in result.stdout
 
 
 def arguments(out: Path, *words: str) -> argparse.Namespace:

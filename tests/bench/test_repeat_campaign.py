@@ -61,17 +61,10 @@ def test_a_run_that_did_not_use_its_tier_is_a_problem() -> None:
     assert len(repeat_campaign.check_placement(arms["resident"], nothing | {"dram": 1})) == 1
 
 
-@pytest.mark.parametrize(
-    ("family", "data"),
-    [
-        ("qwen3", "chats"),
-        *(
-            pytest.param(family, data, marks=pytest.mark.long)
-            for family in repeat_campaign.FAMILIES
-            for data in repeat_campaign.DATA
-        ),
-    ],
-)
+# tests/equivalence/test_reproducible.py repeats a run, and tests/train/test_faults.py kills one.
+@pytest.mark.long
+@pytest.mark.parametrize("data", repeat_campaign.DATA)
+@pytest.mark.parametrize("family", repeat_campaign.FAMILIES)
 def test_runs_on_a_cpu_repeat_to_the_bit(family: str, data: str, tmp_path: Path) -> None:
     words = ["--tiny", "--families", family, "--data", data, "--workers", "2"]
     words += ["--out", str(tmp_path), "--arms", "killed, to nvme"]

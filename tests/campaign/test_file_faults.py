@@ -27,6 +27,7 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FileFaults]:
         ("fsync", "out/.checkpoint-000001", errno.EIO, True),
         ("pwrite", "out/.checkpoint-000002", errno.ENOSPC, True),
         ("rename", "out/.checkpoint-000003", errno.EIO, False),
+        ("rmdir", "disk/", errno.EROFS, True),  # left an empty directory in a campaign
     ],
 )
 def test_a_failed_call_ends_in_success_or_one_line_and_loses_nothing(

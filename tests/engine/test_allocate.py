@@ -119,18 +119,22 @@ def test_staging_is_on_the_node_that_the_plan_names(
 
 GRID = [
     *((way, {}) for way in WAYS),
-    (DISK, {"moments": "int8"}),
-    (DISK, {"moments": "bf16", "dtype": "fp16"}),
     (WAYS[3], {"moments": "int8"}),
+    (DISK, {"moments": "bf16", "dtype": "fp16"}),
+    (WAYS[8], {"dtype": "fp32", "accumulate": True}),
+]
+MANY = [
+    (DISK, {"moments": "int8"}),
     (WAYS[8], {"accumulate": True}),
     *((way, {"dtype": "fp32"}) for way in (*FEW, DISK)),
     (DISK, {"dtype": "fp32", "moments": "int8"}),
-    (WAYS[8], {"dtype": "fp32", "accumulate": True}),
 ]
 
 
 @pytest.mark.parametrize(
-    ("way", "work"), GRID, ids=[f"{way.name} {' '.join(map(str, w.values()))}" for way, w in GRID]
+    ("way", "work"),
+    [*GRID, *(pytest.param(way, work, marks=pytest.mark.long) for way, work in MANY)],
+    ids=[f"{way.name} {' '.join(map(str, work.values()))}" for way, work in (*GRID, *MANY)],
 )
 def test_the_engine_allocates_what_was_planned(
     way: Way, work: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -67,7 +67,18 @@ def test_models_that_leave_attention_to_transformers_pass(kind: str, fields: Any
     check_trainable(inventory)
 
 
-@pytest.mark.parametrize("kind", ["codegen", "xglm", "falcon", "gptj", "gpt_neo", "bloom", "mpt"])
+# tests/conformance_models trains all of them.
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "codegen",
+        "bloom",
+        *(
+            pytest.param(kind, marks=pytest.mark.long)
+            for kind in ("xglm", "falcon", "gptj", "gpt_neo", "mpt")
+        ),
+    ],
+)
 def test_models_with_their_own_attention_keep_it(kind: str) -> None:
     inventory = inspect(kind)
 

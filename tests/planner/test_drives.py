@@ -114,7 +114,9 @@ def test_a_small_fast_drive_is_filled_and_the_slow_one_holds_the_rest() -> None:
     assert result.cost.step_seconds <= alone.cost.step_seconds
 
 
-@pytest.mark.parametrize("fast", [1 * GiB, 3 * GiB, TiB])
+@pytest.mark.parametrize(
+    "fast", [1 * GiB, *(pytest.param(size, marks=pytest.mark.long) for size in (3 * GiB, TiB))]
+)
 def test_no_drive_holds_more_than_its_budget(fast: int) -> None:
     box, workload = with_drives(fast=6e9, slow=1e9), work(MODEL, 1024, 4)
     limits = budget(fast=fast, slow=TiB)

@@ -48,7 +48,9 @@ def random_candidate(draw: random.Random, count: int) -> Candidate:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize(
+    "seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(8, 25))]
+)
 def test_quick_sizes_are_close_and_the_lower_bound_holds(seed: int, tied: bool) -> None:
     evaluator = make_evaluator(tied=tied)
     candidate = random_candidate(random.Random(seed), len(evaluator.inventory.blocks))

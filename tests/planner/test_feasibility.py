@@ -79,18 +79,20 @@ def check_monotone(seed: int, efforts: tuple[SearchEffort, ...]) -> None:
             assert find_plan(*larger, effort=effort) is not None, (seed, tier, factor)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [1, 4])  # the budgets of the second one are too small
 def test_more_memory_never_loses_a_plan(seed: int) -> None:
     check_monotone(seed, (QUICK,))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(3, 60))
+@pytest.mark.parametrize("seed", range(60))
 def test_more_memory_never_loses_a_plan_of_many(seed: int) -> None:
     check_monotone(seed, (QUICK, THOROUGH))
 
 
-@pytest.mark.parametrize("dram", [57, 100, 110, 118, 125])
+@pytest.mark.parametrize(
+    "dram", [57, 118, *(pytest.param(dram, marks=pytest.mark.long) for dram in (100, 110, 125))]
+)
 def test_staging_is_reserved_whatever_is_left_of_dram(dram: int) -> None:
     """Groups of 0.8 to 13 GiB leave more or less of DRAM free, and staging needs 0.75 GiB of it."""
     inventory = KNOWN_MODELS["gemma-3-27b"].inventory("gemma-3-27b")

@@ -38,6 +38,7 @@ def test_a_signal_stops_the_run_after_the_step_and_saves(runs: Runs, tmp_path: P
     assert "Traceback" not in result.errors
 
 
+@pytest.mark.long  # test_signals.py has the handler
 def test_a_second_signal_stops_the_run_immediately(runs: Runs, tmp_path: Path) -> None:
     out = tmp_path / "out"
     slow = runs.start(out, *RESIDENT, "--steps", "100000", "--save-every", "2")

@@ -6,6 +6,7 @@ import json
 import shutil
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 import transformers
 
 from penstock.checkpoint.adapter_files import BASE, BaseModel
+from penstock.engine.engine import Engine
 from penstock.settings import read_yaml
 from tests.train.runs import (
     RESIDENT,
@@ -88,10 +90,23 @@ def test_the_initial_adapter_is_the_one_that_peft_draws(runs: Runs, tmp_path: Pa
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_a_killed_run_resumes_bit_for_bit_under_other_budgets(
-    whole: Whole, runs: Runs, tmp_path: Path
-) -> None:
-    out = tmp_path / "out"
+def crash(runs: Runs, out: Path) -> None:
+    """End a run with an exception in its fifth step."""
+
+    def step(self: Engine, batch: Any) -> Any:
+        if self.batches == 4:
+            raise RuntimeError("the end of this run")
+        return plain(self, batch)
+
+    plain = Engine.step
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "step", step)
+        ended = runs.run(out, *RESIDENT, *STEPS, "--lora", LORA)
+    assert "the end of this run" in ended.errors
+
+
+def kill(runs: Runs, out: Path) -> None:
+    """Kill the process of a run after its fifth step."""
     child = runs.start(out, *RESIDENT, *STEPS, "--lora", LORA)
     assert child.stdout is not None
     for line in child.stdout:
@@ -100,6 +115,14 @@ def test_a_killed_run_resumes_bit_for_bit_under_other_budgets(
             break
     child.send_signal(signal.SIGKILL)
     wait_for_exit(child)
+
+
+@pytest.mark.parametrize("end", [crash, pytest.param(kill, marks=pytest.mark.long)])
+def test_a_run_that_ended_early_resumes_bit_for_bit_under_other_budgets(
+    end: Callable[[Runs, Path], None], whole: Whole, runs: Runs, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    end(runs, out)
     assert not (out / "adapter_model.safetensors").exists()
     small = ("--hbm", "900KiB", "--dram", "200KiB", "--nvme", f"{runs.disk}:64MiB")
     resumed = runs.run(out, "--resume", *small)

@@ -85,8 +85,15 @@ def test_a_removed_directory_is_created_again_with_everything_a_resume_needs(
     assert_whole(out, whole)
 
 
-@pytest.mark.parametrize("moment", ["before a step", "during a save"])
-@pytest.mark.parametrize("successor", [False, True])
+@pytest.mark.parametrize(
+    ("moment", "successor"),
+    [
+        ("before a step", False),
+        ("during a save", True),
+        pytest.param("before a step", True, marks=pytest.mark.long),
+        pytest.param("during a save", False, marks=pytest.mark.long),
+    ],
+)
 def test_a_moved_directory_is_followed(
     moment: str,
     successor: bool,

@@ -39,9 +39,21 @@ TWO_DISKS = [*DISK[:4], "--nvme", "{first}:32MiB", "--nvme", "{second}:64MiB"]
 
 ARGUMENTS: dict[str, tuple[str, list[str]]] = {
     "default batch": ("llama", RESIDENT),
+    "int8 moments, micro-batch": ("mistral", [*DISK, "--batch", "5", "--micro-batch", "2",
+                                              "--moments", "int8"]),
+    "two drives": ("qwen3", [*TWO_DISKS, "--batch", "4"]),
+    "fp16, no clipping, blocks": ("gemma2", [*HOST, "--dtype", "fp16", "--clip", "0",
+                                             "--steps", "8", "--blocks", "model.layers"]),
+    "frozen, config, not deterministic": (
+        "gemma3",
+        [*RESIDENT, "--freeze", "model.embed_tokens.*", "--freeze", "*norm*", "--batch", "3",
+         "--model-config", "attention_bias=true", "--no-deterministic", "--micro-batch", "auto"],
+    ),
+}  # fmt: skip
+
+ONE_BY_ONE: dict[str, tuple[str, list[str]]] = {
     "host": ("llama", HOST),
     "one drive": ("llama", [*DISK, "--batch", "4"]),
-    "two drives": ("qwen3", [*TWO_DISKS, "--batch", "4"]),
     "bf16 moments": ("qwen3", [*HOST, "--moments", "bf16"]),
     "int8 moments": ("llama", [*DISK, "--batch", "4", "--moments", "int8"]),
     "frozen": ("gemma3", [*RESIDENT, "--freeze", "model.embed_tokens.*", "--freeze", "*norm*"]),
@@ -94,9 +106,11 @@ def trained_file(tmp_path: Path, model: str, data: Path, flags: list[str]) -> by
     return (out / "plan.json").read_bytes()
 
 
-@pytest.mark.parametrize("name", ARGUMENTS)
+@pytest.mark.parametrize(
+    "name", [*ARGUMENTS, *(pytest.param(name, marks=pytest.mark.long) for name in ONE_BY_ONE)]
+)
 def test_the_plan_of_a_run_is_the_planned_one(name: str, data: Path, tmp_path: Path) -> None:
-    family, more = ARGUMENTS[name]
+    family, more = (ARGUMENTS | ONE_BY_ONE)[name]
     model = config_directory(tmp_path / "model", family)
     flags = [*SIZES, *with_paths(more, tmp_path)]
 
