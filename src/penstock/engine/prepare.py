@@ -452,11 +452,25 @@ def model_directory(model: str | Path, revision: str | None = None) -> Path:
     """Return the directory with the model's files; download a model of the Hub first."""
     if Path(model).is_dir():
         return Path(model)
+    # Only safetensors: other weight formats would be downloaded and never read.
+    return _download(str(model), revision, ["*.safetensors", *SMALL_FILES])
+
+
+def _download(model: str, revision: str | None, patterns: Sequence[str]) -> Path:
+    """Return the directory with files of a model of the Hub. Raises NoWeightsError."""
     from huggingface_hub import snapshot_download
 
-    # Only safetensors: other weight formats would be downloaded and never read.
-    patterns = ["*.safetensors", *SMALL_FILES]
-    return Path(snapshot_download(str(model), revision=revision, allow_patterns=patterns))
+    from penstock.checkpoint.errors import NoWeightsError
+
+    try:
+        return Path(snapshot_download(model, revision=revision, allow_patterns=list(patterns)))
+    except (OSError, ValueError) as problem:
+        if isinstance(problem, OSError) and problem.errno:
+            raise  # of the disk
+        reason = (str(problem).strip() or type(problem).__name__).splitlines()[0]
+        raise NoWeightsError(
+            model[:200], f"is no directory, and was not downloaded from the Hub: {reason:.300}"
+        ) from problem
 
 
 def small_files_directory(model: str | Path, settings: Settings) -> Path:
@@ -466,10 +480,8 @@ def small_files_directory(model: str | Path, settings: Settings) -> Path:
         return Path(model)
     if chosen.init == "pretrained":
         return model_directory(model, chosen.revision)
-    from huggingface_hub import snapshot_download
-
     # Random initial weights: leave the pretrained ones on the Hub.
-    return Path(snapshot_download(str(model), revision=chosen.revision, allow_patterns=SMALL_FILES))
+    return _download(str(model), chosen.revision, SMALL_FILES)
 
 
 def model_files_of(
