@@ -17,7 +17,7 @@ _KINDS: Mapping[str, tuple[tuple[type, ...], str]] = {
     **dict.fromkeys(("hbm", "dram", "cxl"), _SIZE),
     "nvme": ((str, tuple, list), "a budget such as '/mnt/nvme:400GiB', or several"),
     **dict.fromkeys(("moments", "on_nonfinite"), ((str,), "a string")),
-    "dtype": ((str, NoneType), "a string or None"),
+    **dict.fromkeys(("dtype", "quantize"), ((str, NoneType), "a string or None")),
     "context": ((int, NoneType), "a number of tokens or None"),
     "micro_batch": ((int, str), "a number of sequences or 'auto'"),
     "pack": ((bool, NoneType), "True, False or None"),
@@ -77,8 +77,8 @@ class PenstockConfig:
         for name, (kinds, words) in _KINDS.items():
             value = getattr(self, name)
             several = value if isinstance(value, list | tuple) else ()
-            # A bool is an int to Python, and a string is one pattern or path.
-            right = type(value) in kinds or (Mapping in kinds and isinstance(value, Mapping))
+            # To Python, True is an int.
+            right = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
             if not right or not all(isinstance(each, str) for each in several):
                 raise SettingsError(name, f"must be {words}, got {value!r:.80}")
         if self.context is not None and self.context < 2:
