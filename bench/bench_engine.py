@@ -24,7 +24,7 @@ from bench import certificate
 from bench.gpu_cells import PREDICTED
 from bench.measuring import HostPeak, device_peak, forget_device_peak, run_steps
 from bench.plain import plain_step
-from bench.shapes import SHAPES, config_of
+from bench.shapes import ALL_SHAPES, config_of
 from penstock.engine import initial_weights
 from penstock.engine.prepare import prepare
 from penstock.engine.step_records import Event, busy, idle
@@ -36,7 +36,7 @@ from penstock.units import format_bytes
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", choices=SHAPES, default="3b")
+    parser.add_argument("--shape", choices=ALL_SHAPES, default="3b")
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--micro-batch", type=int)

@@ -22,7 +22,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench import certificate
-from bench.shapes import SHAPES, config_of
+from bench.shapes import ALL_SHAPES, config_of
 from penstock.engine.batches import split_batch
 from penstock.engine.gradients import differentiate
 from penstock.model.inventory import Inventory
@@ -43,7 +43,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", choices=SHAPES, default="8b")
+    parser.add_argument("--shape", choices=ALL_SHAPES, default="8b")
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument(

@@ -25,7 +25,7 @@ ALL_OF_IT = "130GiB"
 PREDICTED = ".predicted.json"
 """Suffix of the file next to a plan that contains its prediction."""
 
-PARTS = ("fast", "keep", "long", "disk", "curve", "moments", "32b", "peers", "memascend")
+PARTS = ("fast", "keep", "long", "disk", "curve", "moments", "32b", "moe", "peers", "memascend")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +67,8 @@ class Cell:
             "dram": "512MiB",
             "nvme": "256MiB" if self.nvme else None,
         }
-        return replace(self, shape="tiny", context=64, batch=min(self.batch, 4),
+        shape = "olmoe-tiny" if self.shape == "olmoe" else "tiny"
+        return replace(self, shape=shape, context=64, batch=min(self.batch, 4),
                        micro_batch=None, steps=min(self.steps, 3), **scaled)  # fmt: skip
 
 
@@ -92,6 +93,10 @@ def cells() -> Iterator[Cell]:
     yield Cell(
         name="32b", part="32b", shape="32b", context=4096, batch=4, hbm="130GiB", dram="108GiB",
         nvme="48GiB", moments="int8", steps=2, seconds=300,
+    )  # fmt: skip
+    yield Cell(
+        name="olmoe-4x4096", part="moe", shape="olmoe", context=4096, batch=4, hbm="60GiB",
+        dram="100GiB", steps=4, seconds=140,
     )  # fmt: skip
 
 

@@ -20,9 +20,33 @@ SHAPES: dict[str, tuple[int, ...]] = {
 Qwen2.5-32B and Llama-3.1-70B, and three smaller ones for rehearsals and quick measurements."""
 
 
+EXPERT_SHAPES: dict[str, dict[str, Any]] = {
+    "olmoe": {
+        "vocab_size": 50304, "hidden_size": 2048, "intermediate_size": 1024,
+        "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 16,
+        "num_experts": 64, "num_experts_per_tok": 8,
+    },
+    "olmoe-tiny": {
+        "vocab_size": 1000, "hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 4,
+        "num_attention_heads": 8, "num_key_value_heads": 8, "num_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+}  # fmt: skip
+"""Mixtures of experts with the sizes of OLMoE-1B-7B (6.92 B parameters, 1.28 B of them active), and
+a tiny one for rehearsals."""
+
+ALL_SHAPES = (*SHAPES, *EXPERT_SHAPES)
+
+
 def config_of(shape: str, context: int) -> Any:
     """Return the `transformers` configuration of a shape."""
     import transformers
 
+    if shape in EXPERT_SHAPES:
+        # Experts of a new model are used unevenly; the auxiliary loss is part of the step.
+        return transformers.OlmoeConfig(
+            **EXPERT_SHAPES[shape], max_position_embeddings=max(context, 4096),
+            output_router_logits=True,
+        )  # fmt: skip
     sizes: dict[str, Any] = dict(zip(_FIELDS, SHAPES[shape], strict=True))
     return transformers.LlamaConfig(**sizes, max_position_embeddings=max(context, 4096))

@@ -59,8 +59,19 @@ class _LateRefusalError(Exception):
 
 
 def examine(case: str, folder: Path) -> Outcome:
-    """Return what becomes of a family or variant."""
-    return examine_config(tiny_config(case), folder)
+    """Return what becomes of a family or variant.
+
+    Models with experts are compared in fp32. In bf16, rounding changes which experts some tokens
+    choose, and so gradients as a whole.
+    """
+    config = tiny_config(case)
+    return examine_config(config, folder, "fp32" if _has_experts(config) else "bf16")
+
+
+def _has_experts(config: Any) -> bool:
+    text = config.get_text_config()
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    return any(getattr(text, name, None) for name in names)
 
 
 def examine_config(config: Any, folder: Path, dtype: Dtype = "bf16") -> Outcome:

@@ -56,7 +56,8 @@ in Penstock.
 
 - **right**: all of this holds. The number is the largest relative difference between a gradient and
   its value in fp32. It comes from rounding to bf16: the plain model in bf16 has such differences
-  too.
+  too. Models with experts are compared in fp32, where it is 0.0000: rounding to bf16 changes which
+  experts some tokens choose, in the plain model too.
 - **refused**: `prepare` raises an error with this reason before it allocates memory.
 
 A name with a colon is another config of the same class, one that runs other code. `python -m

@@ -17,10 +17,14 @@ from penstock.kv.cache import VirtualCache
 from penstock.kv.errors import KvWarning
 from tests.equivalence.compiled import graphs
 from tests.kv.tiny_generators import random_prompts, reference_tokens, run, tiny_model
+from tests.support.engines import plain_model, tiny_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 LENGTHS = (17, 9, 1)
+
+GENERATED = ("olmoe", "qwen3_moe", "mixtral", "glm4_moe")
+"""Families of mixtures of experts whose attention a generator supports."""
 
 known: Any = transformers
 
@@ -120,6 +124,18 @@ def test_models_with_unsupported_attention_are_refused(
 ) -> None:
     with pytest.raises(UnfitModelError, match=rf"{reason}.*use model.generate\(\)"):
         make_generator(make())
+
+
+@pytest.mark.parametrize(
+    "family", ["olmoe", *(pytest.param(f, marks=pytest.mark.long) for f in GENERATED[1:])]
+)
+def test_experts_generate_what_transformers_generates(family: str) -> None:
+    model = plain_model(tiny_config(family, initializer_range=0.2), torch.float32).eval()
+    prompts = random_prompts(LENGTHS)
+    expected = [reference_tokens(model, prompt, 6) for prompt in prompts]
+
+    with make_generator(model) as generator:
+        assert run(generator, prompts, 6) == expected
 
 
 def test_weights_on_several_devices_are_refused() -> None:

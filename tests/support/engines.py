@@ -47,10 +47,34 @@ _CONFIGS = {
     "bloom": "BloomConfig",
     "falcon": "FalconConfig",
     "gptj": "GPTJConfig",
+    "olmoe": "OlmoeConfig",
+    "qwen3_moe": "Qwen3MoeConfig",
+    "mixtral": "MixtralConfig",
+    "gpt_oss": "GptOssConfig",
+    "deepseek_v3": "DeepseekV3Config",
+    "glm4_moe": "Glm4MoeConfig",
 }
 
 OWN_ATTENTION = ("bloom", "falcon", "gptj")
 """Families whose layers compute attention with their own code."""
+
+EXPERTS: dict[str, dict[str, Any]] = {
+    "olmoe": {"num_experts": 8, "intermediate_size": 24},
+    "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 24, "decoder_sparse_step": 2},
+    "mixtral": {"num_local_experts": 4, "intermediate_size": 24},
+    "gpt_oss": {"num_local_experts": 4, "intermediate_size": 24, "sliding_window": 6},
+    "deepseek_v3": {
+        "n_routed_experts": 8, "moe_intermediate_size": 24, "n_group": 4, "topk_group": 2,
+        "first_k_dense_replace": 1, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 4,
+        "qk_rope_head_dim": 4, "v_head_dim": 8, "num_key_value_heads": 4, "n_shared_experts": 1,
+    },
+    "glm4_moe": {
+        "n_routed_experts": 8, "moe_intermediate_size": 24, "n_group": 1, "topk_group": 1,
+        "first_k_dense_replace": 1, "n_shared_experts": 1,
+    },
+}  # fmt: skip
+"""Families of mixtures of experts. Qwen 3, DeepSeek and GLM have dense layers as well, and DeepSeek
+and GLM have shared experts."""
 
 _SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
 
@@ -77,6 +101,10 @@ def tiny_config(family: str, **changes: Any) -> Any:
                    "embd_pdrop": 0.0, "attn_pdrop": 0.0}  # fmt: skip
     if family == "gptj":
         common |= {"rotary_dim": 4}
+    if family in EXPERTS:
+        common |= {"num_experts_per_tok": 2, **EXPERTS[family]}
+    if family == "deepseek_v3":
+        del common["head_dim"]  # it is that of rotary positions
     return getattr(transformers, _CONFIGS[family])(**(common | changes))
 
 

@@ -19,7 +19,7 @@ from tests.train.runs import RunResult, make_texts, run_command
 SIZES = ("--context", "16", "--batch", "2")
 
 REFUSED = {
-    "mixtral": "mixture-of-experts models can be planned for but not trained",
+    "phimoe": "draws random numbers in training in addition to dropout",
     "bart": "it is the decoder of an encoder-decoder model",
     "zamba": "its layers share parameters",
     "bamba": "its layers mix tokens with BambaMixer",
@@ -36,7 +36,7 @@ REFUSED = {
 }
 """A model type for each kind of refusal, and a part of the reason."""
 
-SAMPLE = ("bert", "gemma4_text", "instructblip", "mixtral")
+SAMPLE = ("bert", "gemma4_text", "instructblip", "phimoe")
 """Types that are not only part of `make test-long`."""
 
 

@@ -68,6 +68,7 @@ def split_batch(
             bounds=_documents(positions[rows], workload, device),
             number=number,
             noise_scales=None if scales is None else scales[rows].to(device),
+            mask=None if bool(counts[rows].all()) else counts[rows],
         )
 
     numbers = range(-(-ids.shape[0] // size))

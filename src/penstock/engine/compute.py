@@ -7,7 +7,7 @@ work of the host, such as a sweep on the CPU, blocks it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -17,10 +17,11 @@ from penstock.engine.allocate import EngineMemory
 from penstock.engine.gradient_buffers import GradientBuffers
 from penstock.engine.gradients import differentiate
 from penstock.engine.hidden_states import EXTRA_SLOTS
-from penstock.engine.loss import ChunkedLoss, GradientSink, TokenValues
+from penstock.engine.loss import ChunkedLoss, GradientSink, TokenValues, count_targets
 from penstock.engine.pending_update import make_segments
 from penstock.engine.step_state import SavedForward, StepState
 from penstock.engine.transfer import Mover
+from penstock.model.experts import Routing
 from penstock.model.split import MicroBatch, SplitModel
 from penstock.optim.rules import draw_key
 from penstock.plan.lifetimes import BufferKey, BufferKind, SumPart
@@ -147,31 +148,48 @@ class Computer:
             # The arguments of all layers, rotary embeddings for example, come with the embedding.
             with torch.no_grad():
                 hidden, micro.calls = self._model.embed(micro)
+            self._model.start_router_sums(micro)
             return hidden
         slot = self._memory.hidden.slot_of(op.block, index)
         source = self._block_input(op.block, step.first_home + index, micro, slot)
         if not (self._differentiable and step.keeps_activations):
             with torch.no_grad():
-                return self._layer(op.block, source, micro)
+                out, routing = self._layer(op.block, source, micro)
+            self._note_routing(step, op.block, micro, routing)
+            return out
         # Always the computation that backward differentiates, whether it is kept or repeated.
         # Without gradients, a compiler would make other kernels, which may round differently.
-        out, source = self._differentiable_layer(op.block, source, micro)
+        out, source, routing = self._differentiable_layer(op.block, source, micro)
+        self._note_routing(step, op.block, micro, routing)
         if out.requires_grad and index < self._placement.placement.blocks[op.block].kept:
-            saved = SavedForward(get_gradient_edge(out), source, self._parameters(op.block))
+            saved = SavedForward(
+                get_gradient_edge(out), source, self._parameters(op.block), routing.logits
+            )
             step.saved[op.round, op.block, index] = saved
         return out.detach()
 
-    def _layer(self, block: int, source: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+    def _layer(
+        self, block: int, source: torch.Tensor, micro: MicroBatch
+    ) -> tuple[torch.Tensor, Routing]:
         assert micro.calls is not None
-        return self._model.layer(block - 1, source, micro.calls)
+        return self._model.routed_layer(block - 1, source, micro.calls)
 
     def _differentiable_layer(
         self, block: int, source: torch.Tensor, micro: MicroBatch
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the layer's output, and its input as a tensor that the gradient leads to."""
+    ) -> tuple[torch.Tensor, torch.Tensor, Routing]:
+        """Return the layer's output, its input as a tensor that the gradient leads to, and routing."""
         with torch.enable_grad():
             source = source.detach().requires_grad_()
-            return self._layer(block, source, micro), source
+            out, routing = self._layer(block, source, micro)
+            return out, source, routing
+
+    def _note_routing(
+        self, step: StepState, block: int, micro: MicroBatch, routing: Routing
+    ) -> None:
+        """Add what a layer's forward pass says about its experts to the sums of the step."""
+        for logits in routing.logits if micro.router_sums is not None else ():
+            micro.router_sums.add(logits)
+        step.count_rows(block, routing.offsets)
 
     def _wait_until_offloaded(self, step: StepState, round: int, previous: tuple[int, int]) -> None:
         """Order the next write to a slot after the copy that takes its old content away."""
@@ -210,6 +228,10 @@ class Computer:
                 continue
             else:
                 total = self._loss.forward(flat, targets, values)
+            if micro.router_sums is not None:
+                # So that the step's loss is the mean of the losses that transformers computes for
+                # its micro-batches, weighted by their tokens with a target.
+                total = total + micro.router_sums.loss() * count_targets(targets)
             step.losses.append((micro.number, total))
             if at in step.program.exchange_of:
                 step.tickets.post((at, index), self._device.record())
@@ -241,31 +263,46 @@ class Computer:
                 slot = step.use_activation_slot(op.round)
                 if index == 0:  # the operation begins when its first activation has arrived
                     step.started[at] = self._device.record()
-            out, source = self._saved_or_recomputed(step, op, index, micro, slot)
+            out, source, logits = self._saved_or_recomputed(step, op, index, micro, slot)
+            others = self._router_gradients(step, micro, logits)
             self._open_sent(step, at, index)
             gradient = hidden.slot(hidden.gradient_slot(index), *micro.shape)
             # The gradient of the block's output makes room for that of its input, in the same slot.
-            differentiate(out, gradient, source, parameters, sums.add, into=gradient)
-            del out, source  # before the next micro-batch allocates its own
+            differentiate(out, gradient, source, parameters, sums.add, into=gradient, others=others)
+            del out, source, logits, others  # before the next micro-batch allocates its own
             self._close_sent(step, at)
             step.tickets.post((at, index), self._device.record())
         self._close_sums(step, at)
 
     def _saved_or_recomputed(
         self, step: StepState, op: Operation, index: int, micro: MicroBatch, slot: int | None
-    ) -> tuple[torch.Tensor | GradientEdge, torch.Tensor | None]:
-        """Return the block's output and its input; the embedding has no input to differentiate."""
+    ) -> tuple[torch.Tensor | GradientEdge, torch.Tensor | None, Sequence[torch.Tensor]]:
+        """Return the block's output, its input, and the logits of its routers.
+
+        The embedding has no input to differentiate.
+        """
         saved = step.saved.pop((op.round, op.block, index), None)
         if saved is not None:
             # Autograd would not notice weights that have moved, and return no gradients for them.
             assert saved.parameters is self._parameters(op.block), f"block {op.block} has moved"
-            return saved.out, saved.source
+            return saved.out, saved.source, saved.logits
         self._seed_dropout(step, op.block, micro)
         if op.block == 0:
             with torch.enable_grad():
-                return self._model.embed(micro)[0], None
+                return self._model.embed(micro)[0], None, ()
         source = self._block_input(op.block, step.first_home + index, micro, slot)
-        return self._differentiable_layer(op.block, source, micro)
+        out, source, routing = self._differentiable_layer(op.block, source, micro)
+        return out, source, routing.logits
+
+    def _router_gradients(
+        self, step: StepState, micro: MicroBatch, logits: Sequence[torch.Tensor]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the logits of routers, each with the gradient of the auxiliary loss."""
+        sums = micro.router_sums
+        if sums is None:
+            return []
+        factor = count_targets(micro.targets) * (step.loss_scale / step.num_items)
+        return [(each, sums.logit_gradient(each, factor)) for each in logits]
 
     # Gradient sums.
 

@@ -46,6 +46,7 @@ from penstock.engine.caller_passes import (
 from penstock.engine.compute import Computer
 from penstock.engine.device import Device
 from penstock.engine.device_memory import explain_out_of_memory
+from penstock.engine.expert_load import ExpertLoad
 from penstock.engine.gradient_buffers import GradientBuffers
 from penstock.engine.gradients import NO_GRADIENT, round_gradients
 from penstock.engine.loss import ChunkedLoss, LossFunction, LossScale, TokenValues
@@ -382,6 +383,7 @@ class Engine:
         self._loss_not_finite = False  # of any of these batches
         self._tensor_stats: dict[str, GradStats] | None = None  # of rounded gradients, by name
         self._late_gradient = False  # whether the head got one after they were rounded
+        self._expert_rows: Mapping[int, torch.Tensor] = {}  # of the last training step, by block
         self._weights_version = 0  # changes with every update, and with every checkpoint read
         self._io_retries = 0
         self._closed = False
@@ -458,11 +460,16 @@ class Engine:
         self.batches += 1
         report = self._report(step)
         self._stats = report.stats
+        self._expert_rows = step.expert_rows
         self.token_values = self._token_values([step])
         before = self._items.total if accumulating else 0
         self._items = _ItemCount(first, before + split.num_items, counted=num_items is None)
         # NaN without items: `apply` skips the step.
         return (torch.tensor(report.loss, dtype=torch.float64) / items).float()
+
+    def expert_load(self) -> ExpertLoad | None:
+        """Return how evenly the last step used the experts; None for a model without any."""
+        return ExpertLoad.of(self._expert_rows)
 
     def apply(self, tensor_scales: Mapping[str, float] | None = None) -> None:
         """Apply an optimizer update with the gradients that were computed.

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -45,12 +46,13 @@ def differentiate(
     parameters: Mapping[str, torch.Tensor],
     add: Callable[[str, torch.Tensor], None],
     into: torch.Tensor | None = None,
+    others: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
 ) -> None:
     """Write the gradient with respect to `source` into `into`; pass the parameters' to `add`.
 
     `add` must copy or add what it gets, whose memory is freed when it returns. `into` keeps its
     values if `out` does not depend on `source`. A `GradientEdge` stands for an output that is not
-    held.
+    held. `others` are more outputs, each with its gradient.
     """
     wanted = {name: p for name, p in parameters.items() if p.requires_grad}
     inputs = [*([] if source is None else [source]), *wanted.values()]
@@ -59,8 +61,10 @@ def differentiate(
         return
     # autograd.grad, not backward: AccumulateGrad nodes are bound to the stream on which they were
     # created, and compiled code creates them on another.
-    gradients = list(torch.autograd.grad(out, inputs, gradient, allow_unused=True))
-    users = _count_users([*outputs, gradient, source, *gradients])
+    more, upstream = [each for each, _ in others], [gradient, *(each for _, each in others)]
+    every: Any = [out, *more]
+    gradients = list(torch.autograd.grad(every, inputs, upstream, allow_unused=True))
+    users = _count_users([*outputs, *more, *upstream, source, *gradients])
     source_gradient = None if source is None else gradients.pop(0)
     for name in wanted:
         parameter_gradient = gradients.pop(0)

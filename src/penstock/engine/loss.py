@@ -44,6 +44,11 @@ def next_targets(labels: torch.Tensor, position_ids: torch.Tensor) -> torch.Tens
     return targets
 
 
+def count_targets(targets: torch.Tensor) -> torch.Tensor:
+    """Return the number of tokens that have a target, on the device that has them."""
+    return (targets != IGNORE_INDEX).sum()
+
+
 @dataclass(frozen=True, slots=True)
 class TokenValues:
     """What a step says about each token of a micro-batch besides its loss, on the device."""

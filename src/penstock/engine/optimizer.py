@@ -45,11 +45,16 @@ DEFAULTS: dict[str, Any] = {**ScheduleSettings().adamw, "eps": 1e-8}
 
 
 def decay_matrices(named: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
-    """Return two param groups: matrices with weight decay, norms and biases without."""
+    """Return two param groups: matrices with weight decay, norms and biases without.
+
+    The biases of all experts of a layer are one matrix.
+    """
     listed = list(named)
+    decays = [p.dim() >= 2 and not name.endswith("_bias") for name, p in listed]
+    pairs = list(zip(listed, decays, strict=True))
     return [
-        {"params": [p for _, p in listed if p.dim() >= 2]},
-        {"params": [p for _, p in listed if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for (_, p), decay in pairs if decay]},
+        {"params": [p for (_, p), decay in pairs if not decay], "weight_decay": 0.0},
     ]
 
 

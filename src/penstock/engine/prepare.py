@@ -200,6 +200,8 @@ def prepare(
         config, inventory, adapter = _inspect_and_check(model, chosen, load_weights=load_weights)
         if caller_loss is None:
             _check_head(live)
+        else:
+            _check_router_loss(config)
         # One rank plans for all: free memory differs between them.
         if plan is None and ranks.rank == 0:
             plan = choose_plan(
@@ -622,6 +624,16 @@ def _split_model(bare: nn.Module, inventory: Inventory, plan: Plan, device: Devi
     )  # fmt: skip
     split_model.check_noise(device.torch_device)
     return split_model
+
+
+def _check_router_loss(config: Any) -> None:
+    """Raise UnsupportedModelError if a caller's own loss would need the logits of routers."""
+    if getattr(config, "output_router_logits", False):
+        raise UnsupportedModelError(
+            "output_router_logits is on, but with a loss of your own the layers return hidden "
+            "states only. Set it to false in the model's config, or let the engine compute the "
+            "loss (penstock.prepare), which adds the auxiliary loss"
+        )
 
 
 def _fit_plan(

@@ -24,8 +24,9 @@ from penstock.engine.batches import split_batch
 from penstock.engine.determinism import deterministic_kernels
 from penstock.engine.device import Device
 from penstock.engine.gradients import GradientSums, differentiate
-from penstock.engine.loss import ChunkedLoss, GradientSink, LossFunction
+from penstock.engine.loss import ChunkedLoss, GradientSink, LossFunction, count_targets
 from penstock.engine.step_state import SavedForward
+from penstock.model.experts import Routing
 from penstock.model.inventory import Inventory
 from penstock.model.split import MicroBatch, SplitModel
 from penstock.model.varlen_attention import DocumentSpans
@@ -87,7 +88,7 @@ class StepPart(ABC):
         self._model.release()
         self._parameters = {}
         self._sums.start_step()
-        self.micro.calls = None
+        self.micro.calls = self.micro.router_sums = None
 
     def _make_weights(self, *blocks: int) -> dict[str, nn.Parameter]:
         return {
@@ -189,25 +190,33 @@ class LayerForward(StepPart):
         self._model.bind(self._parameters)
         self.source, self._into = self._make_hidden(), self._make_hidden()
         self._saved: SavedForward | None = None
+        self._model.start_router_sums(self.micro)
 
     def _compute(self) -> None:
         if self.saves:
-            out, source = self._differentiable()
-            self._saved = SavedForward(get_gradient_edge(out), source, self._parameters)
+            out, source, routing = self._differentiable()
+            edge = get_gradient_edge(out)
+            self._saved = SavedForward(edge, source, self._parameters, routing.logits)
         else:
             assert self.micro.calls is not None
             with torch.no_grad():
-                out = self._model.layer(self.index, self.source, self.micro.calls)
+                out, routing = self._model.routed_layer(self.index, self.source, self.micro.calls)
+        self._add_routing(routing)
         self._into.copy_(out.detach())
 
-    def _differentiable(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def _differentiable(self) -> tuple[torch.Tensor, torch.Tensor, Routing]:
         assert self.micro.calls is not None
         with torch.enable_grad():
             source = self.source.detach().requires_grad_()
-            return self._model.layer(self.index, source, self.micro.calls), source
+            out, routing = self._model.routed_layer(self.index, source, self.micro.calls)
+            return out, source, routing
 
     def forget(self) -> None:
         self._saved = None
+
+    def _add_routing(self, routing: Routing) -> None:
+        for logits in routing.logits if self.micro.router_sums is not None else ():
+            self.micro.router_sums.add(logits)
 
     def release(self) -> None:
         super().release()
@@ -224,9 +233,15 @@ class LayerBackward(LayerForward):
         self._open_sums(self.block)
 
     def _compute(self) -> None:
-        out, source = self._differentiable()
+        out, source, routing = self._differentiable()
+        sums, others = self.micro.router_sums, []
+        if sums is not None:
+            self._add_routing(routing)  # a step has done so in forward
+            factor = count_targets(self.micro.targets)
+            others = [(each, sums.logit_gradient(each, factor)) for each in routing.logits]
         differentiate(
-            out, self._into, source, self._parameters, self._sums.add, into=self._into
+            out, self._into, source, self._parameters, self._sums.add, into=self._into,
+            others=others,
         )  # fmt: skip
 
 

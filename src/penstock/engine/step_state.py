@@ -15,6 +15,7 @@ from penstock.engine.pending_update import PendingUpdate
 from penstock.engine.program import Program
 from penstock.engine.report import StepReport
 from penstock.engine.ticket_board import TicketBoard
+from penstock.model.router_loss import sizes_of
 from penstock.model.split import MicroBatch
 from penstock.ticket import Ticket
 
@@ -36,6 +37,8 @@ class SavedForward(NamedTuple):
     """The layer's input."""
     parameters: Mapping[str, torch.nn.Parameter]
     """The layer's weights, which backward must find in the same place."""
+    logits: Sequence[torch.Tensor] = ()
+    """The logits of the layer's routers, if the loss needs them."""
 
 
 @dataclass(slots=True)
@@ -95,6 +98,9 @@ class StepState:
     logits: dict[int, torch.Tensor] | None = None
     """By number of the micro-batch: its logits on the host, in place of its loss; None if nobody
     asks."""
+    expert_rows: dict[int, torch.Tensor] = field(default_factory=dict)
+    """By block: the number of rows that each of its experts computed in the forward pass, on the
+    device."""
     unused: dict[int, set[str]] = field(default_factory=dict)
     """With several ranks, by block: tensors without a gradient in all micro-batches of this rank.
     Written by the computing thread, read by the lane of the ranks."""
@@ -116,6 +122,13 @@ class StepState:
     def note_unused(self, block: int, names: set[str]) -> None:
         """Note the tensors that a micro-batch has no gradient for."""
         self.unused[block] = self.unused.get(block, names) & names
+
+    def count_rows(self, block: int, offsets: Sequence[torch.Tensor]) -> None:
+        """Count the rows of a block's experts. Groups of experts follow one another."""
+        if offsets:
+            counts = torch.cat([sizes_of(each) for each in offsets])
+            before = self.expert_rows.get(block)
+            self.expert_rows[block] = counts if before is None else before + counts
 
     def shapes(self, round: int) -> list[tuple[int, int]]:
         """Return sequences and tokens of each micro-batch of a round."""

@@ -23,6 +23,7 @@ from penstock.engine.loss import IGNORE_INDEX
 from penstock.engine.optimizer import decay_matrices
 from penstock.machine.discovery import discover
 from penstock.machine.presets import cpu_machine
+from penstock.model.experts import Routing
 from penstock.model.inventory import Block, Inventory
 from penstock.model.live_model import LiveModel
 from penstock.model.meta_model import weight_dtype
@@ -289,14 +290,16 @@ class _RecordingModel(SplitModel):
             self._record(0, hidden)
         return hidden, calls
 
-    def layer(self, index: int, hidden: torch.Tensor, calls: Calls) -> torch.Tensor:
-        out = super().layer(index, hidden, calls)
+    def routed_layer(
+        self, index: int, hidden: torch.Tensor, calls: Calls
+    ) -> tuple[torch.Tensor, Routing]:
+        out, routing = super().routed_layer(index, hidden, calls)
         recorded = self._recorded.setdefault(1 + index, [])
         # Forward and backward have gradients, so only the first time tells them apart.
         if not any(calls is each for each in recorded):
             recorded.append(calls)
             self._record(1 + index, out)
-        return out
+        return out, routing
 
     def _record(self, block: int, out: torch.Tensor) -> None:
         self.outputs.setdefault(block, []).append(out.detach().float().flatten(0, -2))

@@ -34,7 +34,7 @@ IGNORED = frozenset(
     (
         *("position_ids", "position_embeddings", "cache_position", "past_key_values"),
         *("use_cache", "output_attentions", "output_hidden_states", "return_dict"),
-        *("logits_to_keep", "num_items_in_batch"),
+        *("logits_to_keep", "num_items_in_batch", "output_router_logits"),
     )
 )
 """Keyword arguments that transformers passes on and that do not change what attention computes."""

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from penstock.model.attention import attending_over
+from penstock.model.experts import Routing, noting_routing
 from penstock.model.varlen_attention import DocumentSpans
 
 RECOMPILE_LIMIT = 64
@@ -100,10 +101,10 @@ class CompiledLayers:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         documents: DocumentSpans | None,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, Routing]:
         """Run layer `index` over `documents`; None: PyTorch computes each row as one."""
-        output: torch.Tensor = self._bodies(index, hidden, args, kwargs, documents)
-        return output
+        output, notes = self._bodies(index, hidden, args, kwargs, documents)
+        return output, Routing(**notes)
 
     def plain_call(
         self,
@@ -125,11 +126,11 @@ def _training_body(shell: nn.Module) -> Body:
         args: Any,
         kwargs: Any,
         documents: DocumentSpans | None,
-    ) -> torch.Tensor:
-        with attending_over(documents):
+    ) -> tuple[torch.Tensor, dict[str, list[torch.Tensor]]]:
+        with attending_over(documents), noting_routing() as notes:
             out: Any = call_with_weights(shell, weights, (hidden, *args), kwargs)
         output: torch.Tensor = out[0] if isinstance(out, tuple) else out
-        return output
+        return output, notes
 
     return run
 

@@ -24,9 +24,9 @@ class TrainingGraphs:
     """The graphs of a function that is differentiated."""
 
     forward: GraphModule
-    """Returns the function's output, followed by what is saved for backward."""
+    """Returns the function's outputs, followed by what is saved for backward."""
     backward: GraphModule
-    """Takes what is saved, by the names of the forward graph, and the output's gradient."""
+    """Takes what is saved, by the names of the forward graph, and gradients of outputs."""
 
 
 class _CapturedError(Exception):

@@ -19,17 +19,38 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.model.experts import has_fused_experts, noting_whole_batch
+
 
 def tile_mlps(layers: Sequence[nn.Module], tile: int) -> None:
     """Make `layer.mlp` of every layer process at most `tile` tokens at a time from now on.
 
-    An MLP that takes more than the hidden states, such as BLOOM's, stays as it is.
+    An MLP that takes more than the hidden states, such as BLOOM's, stays as it is. Of an MLP with
+    a router, its experts and its shared experts are tiled instead: the router's logits are another
+    output of the layer.
     """
     for layer in layers:
         mlp = getattr(layer, "mlp", None)
-        if isinstance(mlp, nn.Module) and _takes_hidden_states_only(mlp):
-            original = mlp.forward
-            mlp.forward = _TiledForward(mlp, original, tile)
+        routed = [module for module in layer.modules() if has_fused_experts(module)]
+        if routed:
+            for module in (*routed, *_shared_experts(layer)):
+                _tile(module, tile)
+        elif isinstance(mlp, nn.Module) and _takes_hidden_states_only(mlp):
+            _tile(mlp, tile)
+
+
+def _tile(module: nn.Module, tile: int) -> None:
+    module.forward = _TiledForward(module, module.forward, tile)
+
+
+def _shared_experts(layer: nn.Module) -> list[nn.Module]:
+    """Return the MLPs next to the routed experts, which compute all tokens."""
+    names = ("shared_expert", "shared_experts", "shared_mlp")
+    return [
+        module
+        for path, module in layer.named_modules()
+        if path.rpartition(".")[2] in names and _takes_hidden_states_only(module)
+    ]
 
 
 def _takes_hidden_states_only(mlp: nn.Module) -> bool:
@@ -41,32 +62,43 @@ def _takes_hidden_states_only(mlp: nn.Module) -> bool:
 
 def draws_in_tiles(layer: nn.Module) -> bool:
     """Return whether a tiled MLP of the layer contains dropout, which backward has to replay."""
-    tiled = getattr(getattr(layer, "mlp", None), "forward", None)
-    return isinstance(tiled, _TiledForward) and tiled.draws
+    tiled = (vars(module).get("forward") for module in layer.modules())
+    return any(isinstance(each, _TiledForward) and each.draws for each in tiled)
 
 
 class _TiledForward:
-    """The `forward` of an MLP, in tiles if there are more tokens than a tile has."""
+    """The `forward` of an MLP, in tiles if there are more tokens than a tile has.
+
+    Experts take the choices and the weights of each token in addition to the hidden states.
+    """
 
     def __init__(self, mlp: nn.Module, original: Any, tile: int) -> None:
         self.mlp, self.original, self.tile = mlp, original, tile
         self.draws = any(isinstance(m, nn.Dropout) and m.p > 0 for m in mlp.modules())
         self.names = [name for name, _ in mlp.named_parameters(remove_duplicate=False)]
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+    def __call__(self, hidden: torch.Tensor, *routing: torch.Tensor) -> torch.Tensor:
         tokens = hidden.numel() // hidden.shape[-1]
         if tokens <= self.tile:
-            whole: torch.Tensor = self.original(hidden)
+            whole: torch.Tensor = self.original(hidden, *routing)
             return whole
         weights = [weight for _, weight in self.mlp.named_parameters(remove_duplicate=False)]
-        tiled: torch.Tensor = _Tiles.apply(self, hidden, *weights)  # type: ignore[no-untyped-call]
+        with noting_whole_batch(self.mlp, *routing):
+            tiled: torch.Tensor = _Tiles.apply(  # type: ignore[no-untyped-call]
+                self, 1 + len(routing), hidden, *routing, *weights
+            )
         return tiled
 
-    def run_tile(self, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    def run_tile(
+        self, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
         """Run the MLP over one tile, with these weights."""
         named = dict(zip(self.names, weights, strict=True))
+        if len(inputs) > 1:
+            routed: torch.Tensor = torch.func.functional_call(self.mlp, named, tuple(inputs))
+            return routed
         # As one row: some MLPs, such as Moshi's, expect `[rows, tokens, hidden size]`.
-        output: torch.Tensor = torch.func.functional_call(self.mlp, named, (x[None],))
+        output: torch.Tensor = torch.func.functional_call(self.mlp, named, (inputs[0][None],))
         return output[0]
 
     def tiles(self, tokens: int) -> list[slice]:
@@ -77,63 +109,85 @@ class _TiledForward:
 class _Tiles(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> torch.Tensor:
-        """Take the tiled forward, the hidden states and the MLP's weights.
+        """Take the tiled forward, the number of inputs, the inputs and the MLP's weights.
 
         They come as `*args` because torch's compiler decides by the number of named parameters
         whether `ctx` is passed, and gets it wrong for an MLP of two weights.
         """
-        tiled, hidden, *weights = args
-        ctx.tiled = tiled
-        ctx.random_state = _random_state(hidden.device) if tiled.draws else None
-        ctx.save_for_backward(hidden, *weights)
-        flat = hidden.reshape(-1, hidden.shape[-1])
-        tiles = tiled.tiles(flat.shape[0])
-        outputs = ((rows, tiled.run_tile(flat[rows], weights)) for rows in tiles)
-        return _assemble(hidden, outputs)
+        tiled, count, *tensors = args
+        ctx.tiled, ctx.count = tiled, count
+        ctx.random_state = _random_state(tensors[0].device) if tiled.draws else None
+        ctx.save_for_backward(*tensors)
+        inputs, weights = tensors[:count], tensors[count:]
+        flat = [_by_token(each) for each in inputs]
+        outputs = (
+            (rows, [tiled.run_tile([each[rows] for each in flat], weights)])
+            for rows in tiled.tiles(flat[0].shape[0])
+        )
+        return _assemble(inputs[:1], outputs)[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (grad,) = grads
-        hidden, *weights = ctx.saved_tensors
+        tensors: list[torch.Tensor] = list(ctx.saved_tensors)
         tiled: _TiledForward = ctx.tiled
-        flat, flat_grad = (t.reshape(-1, t.shape[-1]) for t in (hidden, grad))
-        trained = [i for i in range(len(weights)) if ctx.needs_input_grad[2 + i]]
-        sums = {i: torch.zeros_like(weights[i], dtype=torch.float32) for i in trained}
+        flat, flat_grad = [_by_token(each) for each in tensors[: ctx.count]], _by_token(grad)
+        wanted = [i for i in range(len(tensors)) if ctx.needs_input_grad[2 + i]]
+        inputs, trained = [[i for i in wanted if (i < ctx.count) is here] for here in (True, False)]
+        sums = {i: torch.zeros_like(tensors[i], dtype=torch.float32) for i in trained}
 
-        def run(x: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
-            replaced = dict(zip(trained, given, strict=True))
-            return tiled.run_tile(x, [replaced.get(i, w) for i, w in enumerate(weights)])
-
-        def input_gradients() -> Iterator[tuple[slice, torch.Tensor]]:
+        def gradients() -> Iterator[tuple[slice, Sequence[torch.Tensor]]]:
             previous = flat_grad
-            for rows in tiled.tiles(flat.shape[0]):
-                x = _after_previous(flat[rows], previous)
-                pull: Any = torch.func.vjp(run, x, *(weights[i] for i in trained))[1]
-                previous, *weight_grads = pull(flat_grad[rows])
-                for i, weight_grad in zip(trained, weight_grads, strict=True):
+            for rows in tiled.tiles(flat_grad.shape[0]):
+                tile = [each[rows] for each in flat]
+                tile[0] = _after_previous(tile[0], previous)
+
+                def run(*given: torch.Tensor) -> torch.Tensor:
+                    every = dict(enumerate([*tile, *tensors[ctx.count :]]))  # noqa: B023
+                    every |= dict(zip((*inputs, *trained), given, strict=True))
+                    values = list(every.values())
+                    return tiled.run_tile(values[: ctx.count], values[ctx.count :])
+
+                here = [*(tile[i] for i in inputs), *(tensors[i] for i in trained)]
+                pull: Any = torch.func.vjp(run, *here)[1]
+                found = pull(flat_grad[rows])
+                for i, weight_grad in zip(trained, found[len(inputs) :], strict=True):
                     _add(sums[i], weight_grad)
-                yield rows, previous
+                previous = found[0]
+                yield rows, found[: len(inputs)]
 
-        with _replaying(ctx.random_state, hidden.device):
-            input_grad = _assemble(hidden, input_gradients())
-        weight_grads = [sums[i].to(w.dtype) if i in sums else None for i, w in enumerate(weights)]
-        return (None, input_grad, *weight_grads)
+        with _replaying(ctx.random_state, grad.device), noting_whole_batch(tiled.mlp):
+            input_grads = _assemble([tensors[i] for i in inputs], gradients())
+        found = dict(zip(inputs, input_grads, strict=True))
+        found |= {i: sums[i].to(tensors[i].dtype) for i in trained}
+        return (None, None, *(found.get(i) for i in range(len(tensors))))
 
 
-def _assemble(like: torch.Tensor, tiles: Iterable[tuple[slice, torch.Tensor]]) -> torch.Tensor:
-    """Assemble tiles into one tensor of the shape of `like`, writing each when it is computed.
+def _by_token(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
+def _assemble(
+    likes: Sequence[torch.Tensor], tiles: Iterable[tuple[slice, Sequence[torch.Tensor]]]
+) -> list[torch.Tensor]:
+    """Assemble tiles into tensors of the shapes of `likes`, writing each when it is computed.
 
     Compiled code concatenates them instead: the compiler writes each tile in place by itself.
     """
     if torch.compiler.is_compiling():
-        return torch.cat([tile for _, tile in tiles]).view(like.shape)
-    out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
-    # Write to a view and return the tensor: torch refuses to add in place to a view that comes
+        every = [parts for _, parts in tiles]
+        columns = zip(*every, strict=True) if likes else ()
+        return [
+            torch.cat(parts).view(like.shape) for like, parts in zip(likes, columns, strict=True)
+        ]
+    whole = [torch.empty(like.shape, dtype=like.dtype, device=like.device) for like in likes]
+    # Write to views and return the tensors: torch refuses to add in place to a view that comes
     # from a custom Function, and Falcon's layers add to the output of their MLP in place.
-    flat = out.view(-1, like.shape[-1])
-    for rows, tile in tiles:
-        flat[rows] = tile
-    return out
+    flat = [_by_token(each) for each in whole]
+    for rows, parts in tiles:
+        for into, part in zip(flat, parts, strict=True):
+            into[rows] = part
+    return whole
 
 
 def _after_previous(x: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:

@@ -27,8 +27,9 @@ from penstock.model.attention import register
 from penstock.model.document_attention import attend
 from penstock.model.inventory import Inventory
 from penstock.model.layer_probe import Arguments
+from penstock.model.router_loss import RouterLoss
 from penstock.model.split import MicroBatch, SplitModel
-from penstock.model.survey import ENCODER_DECODER, LAYERS_SHARE, MOE, survey_model
+from penstock.model.survey import ENCODER_DECODER, LAYERS_SHARE, survey_model
 from penstock.model.twin import (
     VOCABULARY,
     build_twin,
@@ -76,7 +77,7 @@ def check_model(model: nn.Module, inventory: Inventory) -> Inventory:
 
     Models that differ only in their sizes share a verdict.
     """
-    if inventory.not_trainable.startswith((MOE, ENCODER_DECODER, LAYERS_SHARE)):
+    if inventory.not_trainable.startswith((ENCODER_DECODER, LAYERS_SHARE)):
         return inventory
     verdict = _check(model, inventory.layers[0].name.rpartition(".")[0])
     return replace(
@@ -172,6 +173,10 @@ class _Check:
         try:
             plain = self._build(None if own_attention else "eager")
             expected = _Results.of(plain, self.ids)
+            if not torch.equal(_Results.of(plain, self.ids).logits, expected.logits):
+                return Verdict(self._random())
+        except UnsupportedModelError as problem:
+            return Verdict(str(problem))
         except Exception as problem:  # the model's own code may raise any exception for these sizes
             return Verdict(_no_twin(self.model_class, problem))
         register(_RECORDING, _attend_recording)
@@ -230,6 +235,12 @@ class _Check:
             f"{'; '.join([*needs, _describe(problem)])}"
         )
 
+    def _random(self) -> str:
+        return (
+            f"{self.model_class.__name__} draws random numbers in training in addition to dropout, "
+            f"so its results cannot be checked"
+        )
+
     def _own_attention(self, plain: nn.Module) -> str:
         layers: Any = plain.get_submodule(self.path)
         names = ", ".join(sorted({name for layer in layers for name in _mixers(layer)}))
@@ -258,10 +269,15 @@ class _Results:
     @staticmethod
     def of(model: nn.Module, ids: torch.Tensor) -> _Results:
         """Run and differentiate the whole model as transformers does."""
-        output: Any = model(input_ids=ids, use_cache=False)
+        labels = {"labels": ids} if _adds_router_loss(model.config) else {}
+        output: Any = model(input_ids=ids, use_cache=False, **labels)
         logits: torch.Tensor = output.logits[0]
+        loss = _loss(logits)
+        if labels:  # what the model adds to the cross-entropy
+            own = nn.functional.cross_entropy(logits[:-1].float(), ids[0, 1:])
+            loss = loss + LENGTH * (output.loss - own)
         named = _trained(model)
-        grads = torch.autograd.grad(_loss(logits), list(named.values()), allow_unused=True)
+        grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
         return _Results(logits.detach(), _with_zeros(named, grads))
 
     def difference(self, expected: _Results) -> str:
@@ -294,7 +310,10 @@ class _Blocks:
     def run(self, ids: torch.Tensor, positions: torch.Tensor, bounds: Any = None) -> _Results:
         """Run forward without gradients, then differentiate each block from its saved input."""
         arguments = self._split.enter(input_ids=ids, position_ids=positions, use_cache=False)[1]
-        embedded, calls = self._split.embed(MicroBatch(ids, positions, ids, bounds, number=0))
+        micro = MicroBatch(ids, positions, ids, bounds, number=0)
+        embedded, calls = self._split.embed(micro)
+        self._split.start_router_sums(micro)
+        sums = micro.router_sums
         if len(arguments) != len(self.layers):
             raise UnsupportedModelError(
                 f"the model calls {len(arguments)} of its {len(self.layers)} layers in a step"
@@ -306,15 +325,22 @@ class _Blocks:
                 # A layer with its own attention code gets new arguments in every call.
                 with _unchanged(called, type(self.layers[index])):
                     self._split.plain_layer(index, inputs[-1], called)
-                inputs.append(self._split.layer(index, inputs[-1], calls))
+                out, routing = self._split.routed_layer(index, inputs[-1], calls)
+                inputs.append(out)
+                for router_logits in routing.logits if sums is not None else ():
+                    sums.add(router_logits)
         last = inputs.pop().requires_grad_()
         logits = self._split.logits(last[0])
         upstream = self._differentiate(-1, _loss(logits), last, None, gradients)
         assert upstream is not None
         for index in reversed(range(len(arguments))):
             source = inputs[index].requires_grad_()
-            out = self._split.layer(index, source, calls)
-            upstream = self._differentiate(1 + index, out, source, upstream, gradients)
+            out, routing = self._split.routed_layer(index, source, calls)
+            others = [
+                (each, sums.logit_gradient(each, torch.tensor(float(LENGTH))))
+                for each in (routing.logits if sums is not None else ())
+            ]
+            upstream = self._differentiate(1 + index, out, source, upstream, gradients, others)
         self._differentiate(0, embedded, None, upstream, gradients)
         return _Results(logits.detach(), gradients)
 
@@ -325,11 +351,16 @@ class _Blocks:
         source: torch.Tensor | None,
         upstream: torch.Tensor | None,
         into: dict[str, torch.Tensor],
+        others: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
     ) -> torch.Tensor | None:
-        """Add the gradients of a block's parameters to `into`; return that of its input."""
+        """Add the gradients of a block's parameters to `into`; return that of its input.
+
+        `others` are more outputs, each with its gradient.
+        """
         named = {n: self._tensors[n] for n in self._used[block] if n in self._tensors}
         sources = [*named.values(), *([] if source is None else [source])]
-        grads = torch.autograd.grad(out, sources, upstream, allow_unused=True)
+        outputs, above = [out, *(o for o, _ in others)], [upstream, *(g for _, g in others)]
+        grads = torch.autograd.grad(outputs, sources, above, allow_unused=True)
         for name, gradient in _with_zeros(named, grads[: len(named)]).items():
             into[name] = into[name] + gradient if name in into else gradient
         return None if source is None else grads[-1]
@@ -408,6 +439,10 @@ def _loss(logits: torch.Tensor) -> torch.Tensor:
     """Return a loss to which every token contributes differently."""
     targets = torch.arange(1, logits.shape[0] + 1)
     return nn.functional.cross_entropy(logits.float(), targets, reduction="sum")
+
+
+def _adds_router_loss(config: Any) -> bool:
+    return RouterLoss.of(config) is not None
 
 
 def _error(got: torch.Tensor, expected: torch.Tensor) -> float:

@@ -27,9 +27,11 @@ from penstock.model.document_attention import (
     register_document_attention,
 )
 from penstock.model.embedding_noise import EmbeddingNoise
+from penstock.model.experts import Routing, noting_routing, tap_routers, use_experts_function
 from penstock.model.inventory import Inventory
 from penstock.model.layer_probe import Arguments, LayerProbes
 from penstock.model.mlp_tiles import draws_in_tiles, tile_mlps
+from penstock.model.router_loss import RouterLoss, RouterSums
 from penstock.model.varlen_attention import DocumentSpans
 
 
@@ -64,6 +66,10 @@ class MicroBatch:
     """Scale of the noise on each token's embedding; None without noise (`embedding_noise`)."""
     noise_key: int = 0
     """Decides the random numbers of the noise."""
+    mask: torch.Tensor | None = None
+    """True for tokens and False for padding, on the host; None if there is no padding."""
+    router_sums: RouterSums | None = None
+    """What the routers of layers did, for the auxiliary loss; None without one."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -106,6 +112,11 @@ class SplitModel:
         # Narrower than the hidden states in models that project the embedding, such as OPT-350m.
         table = f"{inventory.blocks[0].name}.weight"
         self.embedding_width = self._shapes.get(table, (inventory.hidden,))[-1]
+        use_experts_function(self.layers)
+        self.router_loss = RouterLoss.of(model.config)
+        """The auxiliary loss of the model's routers, if its config asks for it."""
+        if self.router_loss is not None and not tap_routers(model, self.layers):
+            self.router_loss = None  # no layer has a router
         self.layer_kinds: list[Kind] = layer_kinds(self.layers)
         """The kind of each layer: equal for layers that run the same code."""
         tile_mlps(self.layers, mlp_tile)
@@ -200,15 +211,28 @@ class SplitModel:
             inputs["attention_mask"] = _all_tokens(input_ids)
         return self.enter(**inputs, use_cache=False)
 
+    def start_router_sums(self, micro: MicroBatch) -> None:
+        """Let a micro-batch begin to sum up what routers do, if the model has a loss for it."""
+        if self.router_loss is not None:
+            mask = None if micro.mask is None else micro.mask.to(micro.input_ids.device)
+            micro.router_sums = RouterSums(self.router_loss, mask)
+
     def layer(self, index: int, hidden: torch.Tensor, calls: Calls) -> torch.Tensor:
         """Compute the output of layer `index`, counted from 0."""
+        return self.routed_layer(index, hidden, calls)[0]
+
+    def routed_layer(
+        self, index: int, hidden: torch.Tensor, calls: Calls
+    ) -> tuple[torch.Tensor, Routing]:
+        """Compute the output of layer `index`, and what it says about its experts."""
         if self.inventory.own_attention:
-            return self._layer_by_document(index, hidden, calls)
+            return self._layer_by_document(index, hidden, calls), Routing()
         if self._compiled is not None and self._can_compile(hidden, calls):
             documents = calls.bounds if isinstance(calls.bounds, DocumentSpans) else None
             return self._compiled(index, hidden, *calls.arguments[index], documents)
-        with attending_over(calls.bounds):
-            return self.plain_layer(index, hidden, calls.arguments[index])
+        with attending_over(calls.bounds), noting_routing() as notes:
+            out = self.plain_layer(index, hidden, calls.arguments[index])
+        return out, Routing(**notes)
 
     def _layer_by_document(self, index: int, hidden: torch.Tensor, calls: Calls) -> torch.Tensor:
         """Compute the output of a layer with its own attention code, one call for each document.
@@ -295,6 +319,8 @@ class SplitModel:
         inputs = {"inputs_embeds": embeddings, "position_ids": positions, "use_cache": False}
         if self.inventory.own_attention:
             inputs["attention_mask"] = _all_tokens(positions)
+        if self.router_loss is not None:  # the engine adds it: there are no router logits here
+            inputs["output_router_logits"] = False
         out = self._probes.run_head(hidden[None], lambda: self.model(**inputs))
         logits: torch.Tensor = out.logits.flatten(0, 1)
         return logits
@@ -312,7 +338,8 @@ class SplitModel:
     def _has_dropout(self) -> bool:
         config: Any = self.model.config
         rates = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout",
-                 "dropout", "attention_probs_dropout_prob", "hidden_dropout_prob")  # fmt: skip
+                 "dropout", "attention_probs_dropout_prob", "hidden_dropout_prob",
+                 "router_jitter_noise")  # fmt: skip
         by_config = any(getattr(config, name, 0.0) for name in rates)
         return by_config or any(m.p > 0 for m in self.model.modules() if isinstance(m, nn.Dropout))
 

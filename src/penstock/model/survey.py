@@ -38,7 +38,6 @@ LAYER_LISTS = (
 Check = Callable[["nn.Module", Inventory], Inventory]
 """A function that adds to the inventory of a model why the model cannot be trained."""
 
-MOE = "mixture-of-experts models can be planned for but not trained"
 ENCODER_DECODER = (
     "it is the decoder of an encoder-decoder model, whose layers attend to an encoder; Penstock "
     "trains decoder-only models"
@@ -119,15 +118,10 @@ def survey_model(
         linear_embedding=flow is not None and flow.linear,
         caps_logits=bool(getattr(config, "final_logit_softcapping", None)),
         plain_attention=_plain_attention(config),
-        not_trainable=_unsupported_structure(config, tensors) or problem,
+        not_trainable=tensors.shared_by_layers() or problem,
         buffers=_persistent_buffers(body),
     )
     return inventory if check is None else check(body, inventory)
-
-
-def _unsupported_structure(config: Any, tensors: _TensorsByBlock) -> str:
-    """Return which property of the model as a whole keeps Penstock from training it."""
-    return MOE if _experts(config) else tensors.shared_by_layers()
 
 
 def _find_cross_attention(

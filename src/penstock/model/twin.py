@@ -21,6 +21,7 @@ from torch import nn
 from penstock.machine.user_cache import code_fingerprint
 from penstock.model.adapters import Adapter
 from penstock.model.compile import layer_kinds
+from penstock.model.experts import has_fused_experts
 from penstock.model.output_weight import output_weight
 
 LAYERS = 2
@@ -45,6 +46,11 @@ SIZES: Mapping[str, int] = {
     "dff": 96,
     "decoder_ffn_dim": 96,
     "ffn_hidden_size": 96,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 32,
+    "intermediate_size_mlp": 96,
+    "prefix_dense_intermediate_size": 96,
     "num_attention_heads": HEADS,
     "attention_heads": HEADS,
     "num_heads": HEADS,
@@ -52,6 +58,8 @@ SIZES: Mapping[str, int] = {
     "n_head": HEADS,
     "head_dim": HEAD_SIZE,
     "indexer_head_dim": HEAD_SIZE,
+    "index_head_dim": 2 * HEAD_SIZE,
+    "index_n_heads": 2,
     "global_head_dim": HEAD_SIZE,
     "kv_channels": HEAD_SIZE,
     "rotary_dim": HEAD_SIZE // 2,
@@ -79,6 +87,16 @@ SIZES: Mapping[str, int] = {
 """Fields that are sizes, by the names that model families give them, and the sizes of a twin.
 A field that a config does not have, or whose value is None, stays as it is."""
 
+EXPERTS: Mapping[str, int] = {
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 16),
+    **dict.fromkeys(("moe_num_experts",), 16),
+    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk"), 4),
+    **dict.fromkeys(("n_group", "num_expert_group"), 4),
+    "topk_group": 2,
+}
+"""Counts of experts, of which a twin has no more than these. Each group of 16 experts in 4 groups
+has as many as a token chooses."""
+
 WINDOWS = ("sliding_window", "attention_window_size", "window_size", "attention_chunk_size")
 LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "num_global_key_value_heads")
@@ -87,6 +105,7 @@ DROPOUTS = (
     *("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout", "dropout"),
     *("activation_dropout", "attention_probs_dropout_prob", "hidden_dropout_prob", "emb_pdrop"),
     *("residual_dropout", "embedding_dropout", "attention_dropout_prob", "resid_dropout"),
+    "router_jitter_noise",
 )
 
 
@@ -183,6 +202,9 @@ def _shrink_fields(twin: Any) -> None:
         if isinstance(count, int) and count > 0:
             # One head for all queries, one for each query, or groups, as in the model.
             setattr(twin, name, 1 if count == 1 else HEADS if count == heads else HEADS // 2)
+    for name, most in EXPERTS.items():
+        if isinstance(count := _field(twin, name), int) and not isinstance(count, bool):
+            _set(twin, name, min(count, most))
     for name in WINDOWS:
         if isinstance(_field(twin, name), int):
             setattr(twin, name, min(_field(twin, name), WINDOW))
@@ -278,11 +300,15 @@ def build_twin(
         if adapter is not None:
             adapter.attach_to_twin(model)
     generator = torch.Generator().manual_seed(1)
+    fused = (module for module in model.modules() if has_fused_experts(module))
+    experts = {p for module in fused for p in module.parameters() if p.dim() == 3}
     with torch.no_grad(), torch.device("cpu"):
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
             if parameter.dim() < 2:
                 noise = parameter.float() + 0.1 * noise  # norms, biases and decay rates
+            elif parameter in experts:
+                noise *= parameter.shape[-1] ** -0.5  # one matrix for each expert
             else:
                 noise *= parameter[0].numel() ** -0.5
             parameter.copy_(noise)

@@ -140,6 +140,12 @@ class TrainingLoop:
         self._has_updated |= float(rate) > 0 and self._engine.grad_norm > 0
         seconds = time.monotonic() - started
         tiers, host = self._engine.tiers(), self._engine.host_memory()
+        if (load := self._engine.expert_load()) is not None:
+            metrics |= {
+                "expert_load_max": round(load.largest, 4),
+                "expert_load_min": round(load.smallest, 4),
+                "idle_experts": load.idle,
+            }
         self._listeners.emit(
             "step",
             **metrics,

@@ -31,6 +31,9 @@ HF_NAMES = {
         "lr": "train/learning_rate",
         "epoch": "train/epoch",
         "tokens_per_second": "train/tokens_per_second",
+        "expert_load_max": "train/expert_load_max",
+        "expert_load_min": "train/expert_load_min",
+        "idle_experts": "train/idle_experts",
     },
     "eval": {"loss": "eval/loss"},
 }

@@ -1,0 +1,375 @@
+"""Compute the experts of a mixture-of-experts layer, the same way in every run.
+
+transformers keeps the experts of a layer in fused tensors, `gate_up_proj` and `down_proj` with one
+matrix per expert, and lets others register the function that multiplies tokens with them. This
+module registers one: tokens are sorted by expert, one grouped product computes all experts, and
+each token adds up the outputs of its experts in the order of its router.
+
+The functions of transformers give the same numbers. They are not used because the gradient of a
+token is there a sum over its experts in the order in which a GPU's programs finish, or in an order
+that the compiler chooses. Here, forward and backward only gather rows, and each sum has one order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+EXPERTS = "penstock"
+"""Name under which transformers finds the function."""
+
+KERNEL_ALIGNMENT = 16
+"""Bytes to which the rows of matrices must be aligned for torch's grouped product."""
+
+
+def register_experts() -> bool:
+    """Register the function with transformers; False if it has no interface for it."""
+    try:
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+    except ImportError:
+        return False
+    registry: Any = ALL_EXPERTS_FUNCTIONS
+    registry.register(EXPERTS, experts_forward)
+    return True
+
+
+def use_experts_function(layers: Sequence[nn.Module]) -> None:
+    """Let all modules with fused experts compute with this module's function from now on."""
+    found = [module for layer in layers for module in layer.modules() if has_fused_experts(module)]
+    if found and register_experts():
+        for module in found:
+            config: Any = module.config
+            config._experts_implementation = EXPERTS
+
+
+def has_fused_experts(module: nn.Module) -> bool:
+    """Return whether a module's experts are computed by a registered function."""
+    flags = ("is_transposed", "has_bias", "num_experts", "down_proj")
+    return all(hasattr(module, name) for name in flags)
+
+
+def has_experts(layer: nn.Module) -> bool:
+    """Return whether a layer has fused experts."""
+    return any(has_fused_experts(module) for module in layer.modules())
+
+
+def experts_forward(
+    module: Any, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Return the weighted sum of each token's experts: `[tokens, hidden size]`."""
+    tokens, width = hidden.shape
+    top_k = top_k_index.shape[-1]
+    # A stable sort: the rows of an expert are in the order of tokens, on every device.
+    experts, order = torch.sort(top_k_index.reshape(-1), stable=True)
+    place = torch.argsort(order)
+    offsets = _ends(experts, module.num_experts)
+    _note("offsets", offsets)
+    rows = _Dispatch.apply(hidden, order, place, top_k)  # type: ignore[no-untyped-call]
+    inner = _project(module, "gate_up_proj" if module.has_gate else "up_proj", rows, offsets)
+    inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+    out = _project(module, "down_proj", inner, offsets)
+    if getattr(module, "has_post_expert_norm", False):
+        out = module.post_expert_norm(out)
+    # Back in the order of tokens. Each token sums its experts in fp32 and rounds once.
+    out = _Permute.apply(out, place, order)  # type: ignore[no-untyped-call]
+    weighted = out.view(tokens, top_k, width) * top_k_weights.reshape(tokens, top_k, 1)
+    total: torch.Tensor = weighted.sum(dim=1).to(hidden.dtype)
+    return total
+
+
+def _ends(experts: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the end of the rows of each expert, from the sorted expert of each row."""
+    numbers = torch.arange(count, device=experts.device, dtype=experts.dtype)
+    return torch.searchsorted(experts, numbers, right=True).to(torch.int32)
+
+
+def _project(module: Any, name: str, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Multiply the rows of each expert with its matrix, and add its bias."""
+    weight = getattr(module, name)
+    out: torch.Tensor = _GroupedLinear.apply(  # type: ignore[no-untyped-call]
+        rows.to(weight.dtype), weight, offsets, module.is_transposed
+    )
+    if module.has_bias:
+        bias = getattr(module, f"{name}_bias")
+        out = out + _Bias.apply(bias, offsets, rows.shape[0])  # type: ignore[no-untyped-call]
+    return out
+
+
+# Autograd. Backward gathers rows where forward gathered them, with the inverse order: autograd's
+# own gradient of an index adds rows in memory.
+
+
+class _Dispatch(torch.autograd.Function):
+    """Copy each token once for each of its experts, sorted by expert."""
+
+    @staticmethod
+    def forward(
+        hidden: torch.Tensor, order: torch.Tensor, place: torch.Tensor, top_k: int
+    ) -> torch.Tensor:
+        return hidden[order // top_k]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        _, _, place, ctx.top_k = inputs
+        ctx.save_for_backward(place)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        (place,) = ctx.saved_tensors
+        by_token = gradient[place].view(-1, ctx.top_k, gradient.shape[-1])
+        return by_token.sum(dim=1), None, None, None
+
+
+class _Permute(torch.autograd.Function):
+    """Put rows in another order; `inverse` undoes it."""
+
+    @staticmethod
+    def forward(rows: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+        return rows[order]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.save_for_backward(inputs[2])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        (inverse,) = ctx.saved_tensors
+        return gradient[inverse], None, None
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """Multiply the rows of each group with the matrix of the group.
+
+    `offsets` has the end of each group. Matrices are `[groups, outputs, inputs]` or, if
+    `transposed`, `[groups, inputs, outputs]`.
+    """
+
+    @staticmethod
+    def forward(
+        rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, transposed: bool
+    ) -> torch.Tensor:
+        return _grouped_mm(rows, weight if transposed else weight.mT, offsets)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        rows, weight, offsets, ctx.transposed = inputs
+        ctx.save_for_backward(rows, weight, offsets)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        rows, weight, offsets = ctx.saved_tensors
+        gradient = gradient.contiguous()
+        of_rows = of_weight = None
+        if ctx.needs_input_grad[0]:
+            of_rows = _grouped_mm(gradient, weight.mT if ctx.transposed else weight, offsets)
+        if ctx.needs_input_grad[1]:
+            pair = (rows, gradient) if ctx.transposed else (gradient, rows)
+            of_weight = _grouped_outer(*pair, offsets)
+        return of_rows, of_weight, None, None
+
+
+class _Bias(torch.autograd.Function):
+    """Repeat the bias of each group for the rows of the group."""
+
+    @staticmethod
+    def forward(bias: torch.Tensor, offsets: torch.Tensor, rows: int) -> torch.Tensor:
+        return bias[_groups(offsets, rows)]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        (offsets,) = ctx.saved_tensors
+        # As a product with zeros and ones, which sums in fp32 and in one order.
+        groups = _groups(offsets, gradient.shape[0])
+        numbers = torch.arange(offsets.shape[0], device=offsets.device)
+        member = (groups == numbers[:, None]).to(gradient.dtype)
+        return member @ gradient, None, None
+
+
+def _groups(offsets: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return the group of each row."""
+    numbers = torch.arange(rows, device=offsets.device, dtype=offsets.dtype)
+    return torch.searchsorted(offsets, numbers, right=True)
+
+
+# Grouped products. They are operations of their own, so that the compiler neither chooses a kernel
+# for them by timing nor looks at the sizes of groups, which are not known before the device has
+# computed them.
+
+
+@torch.library.custom_op("penstock::grouped_mm", mutates_args=())
+def _grouped_mm(rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Return `[rows, outputs]` for `[rows, inputs]` and `[groups, inputs, outputs]`."""
+    if _can_use_kernel(rows, weight):
+        return _kernel(rows, weight, offsets)
+    out = rows.new_zeros(rows.shape[0], weight.shape[2])
+    for group, (start, stop) in _spans(offsets):
+        torch.mm(rows[start:stop], weight[group], out=out[start:stop])
+    return out
+
+
+@_grouped_mm.register_fake
+def _grouped_mm_shape(
+    rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor
+) -> torch.Tensor:
+    return rows.new_empty(rows.shape[0], weight.shape[2])
+
+
+@torch.library.custom_op("penstock::grouped_outer", mutates_args=())
+def _grouped_outer(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Return `[groups, left, right]`: the product of the rows of each group, summed over them."""
+    if _can_use_kernel(left, right):
+        out = _kernel(left.mT, right, offsets)
+        starts = torch.cat([offsets.new_zeros(1), offsets[:-1]])
+        # The kernel does not promise to write the matrix of a group without rows.
+        return out.masked_fill_((starts == offsets)[:, None, None], 0)
+    out = left.new_zeros(offsets.shape[0], left.shape[1], right.shape[1])
+    for group, (start, stop) in _spans(offsets):
+        torch.mm(left[start:stop].mT, right[start:stop], out=out[group])
+    return out
+
+
+@_grouped_outer.register_fake
+def _grouped_outer_shape(
+    left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor
+) -> torch.Tensor:
+    return left.new_empty(offsets.shape[0], left.shape[1], right.shape[1])
+
+
+def _spans(offsets: torch.Tensor) -> Iterator[tuple[int, tuple[int, int]]]:
+    """Yield the rows of each group that has any. Waits for the device."""
+    start = 0
+    for group, stop in enumerate(offsets.tolist()):
+        if start < stop:
+            yield group, (start, stop)
+        start = stop
+
+
+def _can_use_kernel(*operands: torch.Tensor) -> bool:
+    """Return whether torch's grouped product computes these on the device, without the host.
+
+    It does so in bf16 on GPUs from Hopper on.
+    """
+    first = operands[0]
+    if first.device.type != "cuda" or first.dtype is not torch.bfloat16:
+        return False
+    if torch.cuda.get_device_capability(first.device)[0] < 9:
+        return False
+    sizes = {size for each in operands for size in each.shape[-2:]} - {first.shape[0]}
+    aligned = all(size * first.element_size() % KERNEL_ALIGNMENT == 0 for size in sizes)
+    return aligned and all(each.data_ptr() % KERNEL_ALIGNMENT == 0 for each in operands)
+
+
+def _kernel(left: torch.Tensor, right: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    functional: Any = nn.functional
+    product: Any = getattr(functional, "grouped_mm", None) or torch._grouped_mm
+    out: torch.Tensor = product(left, right, offs=offsets)
+    return out
+
+
+# What layers say about their routing, in addition to their output.
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """What one call of a layer says about its experts; empty for a layer without any."""
+
+    logits: Sequence[torch.Tensor] = ()
+    """Output of each router, `[tokens, experts]`, if routers are tapped (`tap_routers`)."""
+    offsets: Sequence[torch.Tensor] = ()
+    """For each group of experts of the layer, the number of rows up to the end of each expert."""
+
+
+class _Notes(threading.local):
+    """Where this thread's layers put what they say; None if nobody asks.
+
+    The attribute is set in `__init__`, which threading.local calls in every thread, so that
+    compiled code can read it without a default.
+    """
+
+    def __init__(self) -> None:
+        self.current: dict[str, list[torch.Tensor]] | None = None
+
+
+_notes = _Notes()
+
+
+@contextlib.contextmanager
+def noting_routing() -> Iterator[dict[str, list[torch.Tensor]]]:
+    """Collect what layers say about their routing inside the block, by field of `Routing`."""
+    before = _notes.current
+    found: dict[str, list[torch.Tensor]] = {"logits": [], "offsets": []}
+    _notes.current = found
+    try:
+        yield found
+    finally:
+        _notes.current = before
+
+
+def _note(name: str, tensor: torch.Tensor) -> None:
+    found = _notes.current
+    if found is not None:
+        found[name].append(tensor)
+
+
+@contextlib.contextmanager
+def noting_whole_batch(module: Any, *routing: torch.Tensor) -> Iterator[None]:
+    """Note the rows of experts for all tokens together; inside the block, layers note nothing.
+
+    `routing` are the choices and weights of each token, or nothing for an MLP without experts.
+    """
+    if routing and _notes.current is not None:
+        chosen = routing[0].reshape(-1).sort().values
+        _note("offsets", _ends(chosen, module.num_experts))
+    before = _notes.current
+    _notes.current = None
+    try:
+        yield
+    finally:
+        _notes.current = before
+
+
+def tap_routers(model: nn.Module, layers: Sequence[nn.Module]) -> int:
+    """Let the routers of layers note their logits from now on; return how many there are.
+
+    The model's class names its routers, as it does for `output_router_logits`.
+    """
+    taps = 0
+    for recorder in _recorders(model):
+        for layer in layers:
+            for path, module in layer.named_modules():
+                wanted = recorder.layer_name is None or f".{recorder.layer_name}." in f".{path}."
+                if isinstance(module, recorder.target_class) and wanted:
+                    module.register_forward_hook(_Tap(recorder.index))
+                    taps += 1
+    return taps
+
+
+def _recorders(model: nn.Module) -> list[Any]:
+    """Return where transformers finds router logits in a model."""
+    for module in model.modules():
+        found = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits")
+        if found is not None:
+            every = found if isinstance(found, list) else [found]
+            return [each for each in every if hasattr(each, "target_class")]
+    return []
+
+
+class _Tap:
+    """Note one of the outputs of a router."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def __call__(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        logits = output[self.index] if isinstance(output, tuple | list) else output
+        _note("logits", logits.flatten(0, -2))
