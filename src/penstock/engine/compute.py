@@ -177,7 +177,7 @@ class Computer:
     def _differentiable_layer(
         self, block: int, source: torch.Tensor, micro: MicroBatch
     ) -> tuple[torch.Tensor, torch.Tensor, Routing]:
-        """Return the layer's output, its input as a tensor that the gradient leads to, and routing."""
+        """Return the layer's output, its input, to which the gradient leads, and its routing."""
         with torch.enable_grad():
             source = source.detach().requires_grad_()
             out, routing = self._layer(block, source, micro)

@@ -238,7 +238,8 @@ class _Check:
     def _random(self) -> str:
         return (
             f"{self.model_class.__name__} draws random numbers in training in addition to dropout, "
-            f"so its results cannot be checked"
+            f"so its results cannot be checked; if its config has router_jitter_noise, set it to 0 "
+            f"with --model-config router_jitter_noise=0.0"
         )
 
     def _own_attention(self, plain: nn.Module) -> str:

@@ -338,8 +338,7 @@ class SplitModel:
     def _has_dropout(self) -> bool:
         config: Any = self.model.config
         rates = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout",
-                 "dropout", "attention_probs_dropout_prob", "hidden_dropout_prob",
-                 "router_jitter_noise")  # fmt: skip
+                 "dropout", "attention_probs_dropout_prob", "hidden_dropout_prob")  # fmt: skip
         by_config = any(getattr(config, name, 0.0) for name in rates)
         return by_config or any(m.p > 0 for m in self.model.modules() if isinstance(m, nn.Dropout))
 

@@ -105,7 +105,6 @@ DROPOUTS = (
     *("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout", "dropout"),
     *("activation_dropout", "attention_probs_dropout_prob", "hidden_dropout_prob", "emb_pdrop"),
     *("residual_dropout", "embedding_dropout", "attention_dropout_prob", "resid_dropout"),
-    "router_jitter_noise",
 )
 
 
