@@ -179,7 +179,10 @@ def _text_names(model: Any) -> Callable[[str], str]:
     if model.config.get_text_config() is model.config:
         return lambda name: name
     paths = {id(module): path for path, module in model.named_modules()}
-    decoder, head = (paths[id(m)] for m in (model.get_decoder(), model.get_output_embeddings()))
+    inner, output = model.get_decoder(), model.get_output_embeddings()
+    if any(module is output for module in inner.modules()):
+        inner = inner.get_decoder()
+    decoder, head = paths[id(inner)], paths[id(output)]
     prefixes = {f"{decoder}.": "model.", f"{head}.": "lm_head."}
     return lambda name: next(
         (new + name.removeprefix(old) for old, new in prefixes.items() if name.startswith(old)),

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+import penstock
 from penstock.engine.optimizer import decay_matrices
-from tests.equivalence.runs import DISK, DRAM, FEW, RESIDENT, WAYS, Setup, Way, train
+from penstock.errors import UnsupportedModelError
+from tests.equivalence.runs import DRAM, FEW, RESIDENT, WAYS, Setup, Way, train
 from tests.equivalence.test_plans import assert_same, train_each
 from tests.support.engines import EXPERTS
 
@@ -97,15 +99,33 @@ def train_plain(setup: Setup, model: Any, batches: list[dict[str, torch.Tensor]]
     return losses
 
 
-def test_the_auxiliary_loss_reaches_every_router(tmp_path: Path) -> None:
-    """Without labels that count in a row, its routers get no gradient at all from it."""
-    setup = experts_setup("olmoe", dtype="fp32")
-    quiet = Setup.of("olmoe", freeze=(), config={"initializer_range": 0.2}, dtype="fp32")
-    with_loss = train(setup, DISK, tmp_path, steps=1, optimizer=SETTINGS)
-    without = train(quiet, DISK, tmp_path, steps=1, optimizer=SETTINGS)
+def test_the_auxiliary_loss_reaches_the_router_of_every_layer(tmp_path: Path) -> None:
+    config = {"initializer_range": 0.2}
+    with_loss = experts_setup("olmoe", dtype="fp32")
+    without = Setup.of("olmoe", freeze=(), config=config, dtype="fp32")
+    first, second = (train(each, DRAM, tmp_path, steps=1) for each in (with_loss, without))
 
-    assert with_loss.losses[0] > without.losses[0] + 0.4
-    for layer in range(3):
-        name = f"model.layers.{layer}.mlp.gate.weight first"
-        found = next(k for k in with_loss.state if k.startswith(name.rpartition(" ")[0]))
-        assert not torch.equal(with_loss.state[found], without.state[found])
+    assert first.losses[0] > second.losses[0] + 0.4
+    routers = [name for name in first.state if ".mlp.gate.weight" in name and "first" in name]
+    assert len(routers) == 3
+    assert all(not torch.equal(first.state[name], second.state[name]) for name in routers)
+
+
+@pytest.mark.parametrize("way", [RESIDENT, WAYS[8]], ids=["resident", "three rounds on disk"])
+def test_the_load_counts_every_choice_of_every_token(way: Way, tmp_path: Path) -> None:
+    setup = experts_setup("qwen3_moe")
+    with setup.engine(way, tmp_path) as engine:
+        engine.step(setup.batches(1)[0])
+        rows, load = engine._expert_rows, engine.expert_load()
+
+    assert load is not None
+    assert list(rows) == [2], "only the second layer has experts"
+    assert int(rows[2].sum()) == 2 * setup.work.tokens
+    assert load.largest == pytest.approx(8 * int(rows[2].max()) / (2 * setup.work.tokens))
+
+
+def test_a_loss_of_the_callers_refuses_the_auxiliary_loss() -> None:
+    setup = experts_setup("olmoe", dtype="fp32")
+
+    with pytest.raises(UnsupportedModelError, match="output_router_logits is on"):
+        penstock.stream(setup.source, tokens=32, budget={"hbm": "1GiB", "dram": "1GiB"})

@@ -369,17 +369,21 @@ def max_context(config: Any) -> int | None:
 
 def _experts(config: Any) -> int:
     """Return the number of experts per layer; 0 for a dense model."""
-    for name in ("num_local_experts", "num_experts", "n_routed_experts"):
-        if count := getattr(config, name, None):
-            return int(count)
+    for name in ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"):
+        count = getattr(config, name, None)
+        if isinstance(count, int) and count:
+            return count
     inner = getattr(config, "ffn_config", None)  # DBRX keeps the fields of its MLP here
     return int(getattr(inner, "moe_num_experts", None) or 0)
 
 
 def _active_experts(config: Any) -> int:
     """Return the number of experts that compute each token."""
-    active = getattr(config, "num_experts_per_tok", None)
-    return int(active or getattr(getattr(config, "ffn_config", None), "moe_top_k", None) or 1)
+    for name in ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk"):
+        active = getattr(config, name, None)
+        if isinstance(active, int) and active:
+            return active
+    return int(getattr(getattr(config, "ffn_config", None), "moe_top_k", None) or 1)
 
 
 def _active_elements(name: str, tensor: Any, config: Any) -> int:
