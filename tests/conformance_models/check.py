@@ -21,6 +21,7 @@ from penstock.checkpoint.errors import TensorNotFoundError
 from penstock.engine.engine import Engine
 from penstock.engine.prepare import inspect_model, prepare
 from penstock.errors import BatchError, SurveyError, UnsupportedModelError
+from penstock.model.meta_model import weight_dtype
 from penstock.roles import Dtype, Role
 from penstock.settings import Settings
 from tests.conformance_models.tiny import FAMILIES, LARGEST_TOKEN, tiny_config
@@ -306,11 +307,12 @@ def _check_saved(engine: Engine, batch: dict[str, torch.Tensor], source: Path, s
         if not (saved / path.name).exists() and "index" not in path.name:
             shutil.copy(path, saved)
     kind = model_class(transformers.AutoConfig.from_pretrained(source))
-    model, report = kind.from_pretrained(saved, dtype=torch.bfloat16, output_loading_info=True)
+    dtype = weight_dtype(engine.workload.dtype)
+    model, report = kind.from_pretrained(saved, dtype=dtype, output_loading_info=True)
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if report[problem]:
             raise _WrongError(f"saved checkpoint: {problem} {sorted(report[problem])[0]}")
-    _check_kept(kind.from_pretrained(source, dtype=torch.bfloat16), model)
+    _check_kept(kind.from_pretrained(source, dtype=dtype), model)
     mine = _loss_of(engine, {"input_ids": batch["input_ids"]}, 0, LENGTH)
     with torch.no_grad():
         loaded = float(_loss(model.train(), batch | {"labels": batch["input_ids"]}).detach())

@@ -108,7 +108,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "cosmos3_edge_text": {"rope_parameters": _MROPE},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
-    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "falcon_h1": {"mamba_d_ssm": 64},
     "gemma4_assistant": {
         "text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0,

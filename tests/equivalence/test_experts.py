@@ -124,6 +124,19 @@ def test_the_load_counts_every_choice_of_every_token(way: Way, tmp_path: Path) -
     assert load.largest == pytest.approx(8 * int(rows[2].max()) / (2 * setup.work.tokens))
 
 
+def test_a_prepared_model_has_the_loss_of_transformers_and_passes_its_checks() -> None:
+    """The survey, the verdict on a twin and the self-check accept routers with a loss."""
+    setup = experts_setup("olmoe", dtype="fp32", batch=2)
+    batch = setup.batches(1)[0]
+    expected = float(setup.source(**batch, use_cache=False).loss.detach())
+
+    with penstock.prepare(
+        setup.source, budget={"hbm": "1GiB", "dram": "1GiB"}, context=16, batch=2, device="cpu",
+        dtype="fp32", compiled=False, steps=2, lr=1e-3,
+    ) as engine:  # fmt: skip
+        assert float(engine.step(batch)) == pytest.approx(expected, rel=1e-5)
+
+
 def test_a_loss_of_the_callers_refuses_the_auxiliary_loss() -> None:
     setup = experts_setup("olmoe", dtype="fp32")
 

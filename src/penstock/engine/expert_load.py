@@ -34,7 +34,7 @@ class ExpertLoad:
             return None
         # One copy for all layers, whose numbers of experts may differ.
         sizes = [each.numel() for each in rows.values()]
-        counts = torch.cat(list(rows.values())).cpu().double().split(sizes)
+        counts = torch.split(torch.cat(list(rows.values())).cpu().double(), sizes)
         loads = [each / each.mean().clamp(min=1e-9) for each in counts]
         return cls(
             max(float(each.max()) for each in loads),

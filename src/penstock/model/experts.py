@@ -166,9 +166,11 @@ class _GroupedLinear(torch.autograd.Function):
         rows, weight, offsets = ctx.saved_tensors
         gradient = gradient.contiguous()
         of_rows = of_weight = None
-        if ctx.needs_input_grad[0]:
+        # Inside of a vjp, the compiler's trace does not know what is needed. It drops what is not.
+        every = torch.compiler.is_compiling()
+        if every or ctx.needs_input_grad[0]:
             of_rows = _grouped_mm(gradient, weight.mT if ctx.transposed else weight, offsets)
-        if ctx.needs_input_grad[1]:
+        if every or ctx.needs_input_grad[1]:
             pair = (rows, gradient) if ctx.transposed else (gradient, rows)
             of_weight = _grouped_outer(*pair, offsets)
         return of_rows, of_weight, None, None

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from penstock.model.compile import layer_kinds
 from penstock.model.layer_probe import Arguments, LayerProbes
 from penstock.model.meta_model import remember_model
+from penstock.model.router_loss import head_options
 
 LARGE = 1 << 18
 """Elements of a tensor from which on an operation is computed without data."""
@@ -115,6 +116,7 @@ def _trace(body: nn.Module, path: str, hidden: int) -> ParameterFlow:
         embeddings = torch.zeros(1, TOKENS, width, dtype=first.dtype)
         flow.mark(embeddings, frozenset((_EMBEDDINGS,)))
         inputs = {"inputs_embeds": embeddings, "position_ids": positions, "use_cache": False}
+        inputs |= head_options(body.config)
         output = torch.zeros(1, TOKENS, hidden, dtype=first.dtype)
         out = probes.run_head(output, lambda: body(**inputs))
         head = flow.names(out.logits)

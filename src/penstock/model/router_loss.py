@@ -47,6 +47,11 @@ class RouterLoss:
         return cls(float(getattr(config, names[0])), top_k)
 
 
+def head_options(config: Any) -> dict[str, bool]:
+    """Return options with which a model runs its head alone, where there are no router logits."""
+    return {"output_router_logits": False} if getattr(config, "output_router_logits", False) else {}
+
+
 class RouterSums:
     """What the routers of all layers did with one micro-batch, as far as the loss needs it."""
 

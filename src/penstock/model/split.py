@@ -31,7 +31,7 @@ from penstock.model.experts import Routing, noting_routing, tap_routers, use_exp
 from penstock.model.inventory import Inventory
 from penstock.model.layer_probe import Arguments, LayerProbes
 from penstock.model.mlp_tiles import draws_in_tiles, tile_mlps
-from penstock.model.router_loss import RouterLoss, RouterSums
+from penstock.model.router_loss import RouterLoss, RouterSums, head_options
 from penstock.model.varlen_attention import DocumentSpans
 
 
@@ -319,8 +319,7 @@ class SplitModel:
         inputs = {"inputs_embeds": embeddings, "position_ids": positions, "use_cache": False}
         if self.inventory.own_attention:
             inputs["attention_mask"] = _all_tokens(positions)
-        if self.router_loss is not None:  # the engine adds it: there are no router logits here
-            inputs["output_router_logits"] = False
+        inputs |= head_options(self.model.config)
         out = self._probes.run_head(hidden[None], lambda: self.model(**inputs))
         logits: torch.Tensor = out.logits.flatten(0, 1)
         return logits
