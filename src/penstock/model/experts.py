@@ -120,7 +120,7 @@ class _Dispatch(torch.autograd.Function):
         ctx.save_for_backward(place)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (place,) = ctx.saved_tensors
         by_token = gradient[place].view(-1, ctx.top_k, gradient.shape[-1])
         return by_token.sum(dim=1), None, None, None
@@ -138,7 +138,7 @@ class _Permute(torch.autograd.Function):
         ctx.save_for_backward(inputs[2])
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (inverse,) = ctx.saved_tensors
         return gradient[inverse], None, None
 
@@ -154,7 +154,8 @@ class _GroupedLinear(torch.autograd.Function):
     def forward(
         rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, transposed: bool
     ) -> torch.Tensor:
-        return _grouped_mm(rows, weight if transposed else weight.mT, offsets)
+        out: torch.Tensor = _grouped_mm(rows, weight if transposed else weight.mT, offsets)
+        return out
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -162,7 +163,7 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.save_for_backward(rows, weight, offsets)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, weight, offsets = ctx.saved_tensors
         gradient = gradient.contiguous()
         of_rows = of_weight = None
@@ -188,7 +189,7 @@ class _Bias(torch.autograd.Function):
         ctx.save_for_backward(inputs[1])
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (offsets,) = ctx.saved_tensors
         # As a product with zeros and ones, which sums in fp32 and in one order.
         groups = _groups(offsets, gradient.shape[0])

@@ -239,7 +239,7 @@ class _Check:
     def _random(self) -> str:
         return (
             f"{self.model_class.__name__} draws random numbers in training in addition to dropout, "
-            f"so its results cannot be checked; if its config has router_jitter_noise, set it to 0 "
+            f"to choose experts; if its config has router_jitter_noise, set it to 0 "
             f"with --model-config router_jitter_noise=0.0"
         )
 

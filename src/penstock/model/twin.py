@@ -213,6 +213,10 @@ def _shrink_fields(twin: Any) -> None:
     for name in DROPOUTS:
         if isinstance(_field(twin, name), float | int):
             _set(twin, name, type(_field(twin, name))(0))
+    inner = _field(twin, "ffn_config")  # DBRX keeps its experts' fields here
+    for name, size in (("hidden_size", _width(twin)), ("ffn_hidden_size", 96)):
+        if isinstance(_field(inner, name), int):
+            setattr(inner, name, size)
     inner = _field(twin, "attn_config")  # MPT keeps its attention's fields here
     if isinstance(_field(inner, "attn_pdrop"), float | int):
         inner.attn_pdrop = type(inner.attn_pdrop)(0)
