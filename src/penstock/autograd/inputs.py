@@ -7,12 +7,19 @@ from typing import Any
 
 import torch
 
+from penstock.autograd.model_masks import Spans, find_spans, tokens_of
 from penstock.engine.batches import INTEGERS, check_tokens, refuse
 from penstock.errors import BatchError, UnsupportedModelError
 from penstock.model.attention import IGNORED
-from penstock.model.document_attention import Bounds, Documents, PaddedRows, find_documents
+from penstock.model.document_attention import (
+    Bounds,
+    Documents,
+    PaddedRows,
+    TwoWaySpans,
+    find_documents,
+)
 from penstock.model.inventory import Inventory
-from penstock.model.split import MicroBatch
+from penstock.model.split import Features, MicroBatch
 from penstock.model.varlen_attention import flatten_bounds
 from penstock.plan.workload import Workload
 
@@ -24,9 +31,13 @@ FALSE = ("use_cache", "output_attentions", "output_hidden_states", "output_route
 
 
 def split_inputs(
-    given: Mapping[str, Any], workload: Workload, inventory: Inventory, device: torch.device
-) -> list[MicroBatch]:
+    given: Mapping[str, Any], workload: Workload, inventory: Inventory, device: torch.device,
+    features: Features | None = None, axes: int = 1,
+) -> list[MicroBatch]:  # fmt: skip
     """Check the arguments of a forward pass, and split its rows into micro-batches.
+
+    `features` take the place of tokens that stand for images. `axes` is the number of positions of
+    each token.
 
     Rows may be of any length and number, as long as they fit in the micro-batches of the plan.
     Padding on either side is hidden from the tokens, as an attention mask hides it in transformers.
@@ -38,10 +49,11 @@ def split_inputs(
         raise BatchError(f"input_ids must be [sequences, tokens], got {tuple(ids.shape)}")
     size = _rows_per_micro_batch(ids.shape, workload)
     check_tokens(ids, ids, inventory.vocabulary)
-    positions = _positions(given, ids, inventory.max_context)
-    mask = given.get("attention_mask")
+    positions = _positions(given, ids, inventory, axes)
+    masks = given.get("attention_mask")
+    mask = tokens_of(masks)
     # Without a mask, transformers finds packed documents by positions that start again.
-    bounds = find_documents(positions) if mask is None else None
+    bounds = _packed_documents(positions, inventory, axes) if mask is None else None
     starts = None if mask is None else _first_tokens(_mask(mask, ids))
     if starts is not None and inventory.own_attention:
         raise UnsupportedModelError(
@@ -54,22 +66,31 @@ def split_inputs(
             f"documents: {inventory.mixes_documents} would carry information from one part of a "
             f"row to the next. Pad on the right"
         )
+    window = next((layer.window for layer in inventory.layers if layer.window is not None), None)
+    spans = find_spans(masks, bounds, window, inventory.model)
+    if inventory.own_attention and (features is not None or spans is not None):
+        raise UnsupportedModelError(
+            f"{inventory.model} computes attention with its own code, for which images are not "
+            f"supported"
+        )
     micros = []
     for number, start in enumerate(range(0, ids.shape[0], size)):
         rows = slice(start, start + size)
         micros.append(
             MicroBatch(
                 input_ids=ids[rows].to(device),
-                position_ids=positions[rows].to(device),
+                position_ids=positions[..., rows, :].to(device),
                 targets=ids[rows],
                 bounds=_documents(
                     bounds and bounds[rows],
                     starts and starts[rows],
+                    spans and spans[rows],
                     ids[rows].shape,
                     workload,
                     device,
                 ),
                 number=number,
+                features=features and Features(*(part[rows] for part in features)),
             )
         )
     return micros
@@ -129,22 +150,49 @@ def _integers(given: Mapping[str, Any], name: str) -> torch.Tensor:
     return value.detach().cpu().long()
 
 
-def _positions(given: Mapping[str, Any], ids: torch.Tensor, limit: int | None) -> torch.Tensor:
-    """Return a position for each token; by default they count from 0, padding included."""
-    rows, length = ids.shape
+def _positions(
+    given: Mapping[str, Any], ids: torch.Tensor, inventory: Inventory, axes: int
+) -> torch.Tensor:
+    """Return a position for each token; by default they count from 0, padding included.
+
+    Models with images may have several positions for each token: `[axes, rows, tokens]`.
+    """
+    (rows, length), limit = ids.shape, inventory.max_context
     if given.get("position_ids") is None:
         return torch.arange(length).expand(rows, length)
     positions = _integers(given, "position_ids")
-    if positions.shape not in ((rows, length), (1, length), (length,)):
+    several = positions.dim() == 3 and axes > 1
+    fits = positions.shape[0] in (axes, axes + 1) and positions.shape[1:] == (rows, length)
+    if several and not fits:
+        raise BatchError(
+            f"position_ids has shape {tuple(positions.shape)}; {inventory.model} takes "
+            f"[{axes}, {rows}, {length}], or [{axes + 1}, {rows}, {length}] for packed documents"
+        )
+    if not several and positions.shape not in ((rows, length), (1, length), (length,)):
         raise BatchError(
             f"position_ids has shape {tuple(positions.shape)}, but input_ids has shape "
             f"{tuple(ids.shape)}; they must be equal"
         )
-    positions = positions.expand(rows, length)
+    positions = positions if several else positions.expand(rows, length)
     outside = (positions < 0) | (positions >= (2**62 if limit is None else limit))
     rule = "of 0 or more" if limit is None else f"from 0 to {limit - 1}"
     refuse("position_ids", positions, outside, f"the model has positions {rule}")
     return positions
+
+
+def _packed_documents(positions: torch.Tensor, inventory: Inventory, axes: int) -> Bounds | None:
+    """Return where the documents begin that transformers finds in the positions."""
+    if axes == 1:
+        return find_documents(positions)
+    if positions.dim() == 3:  # the first of one more axis than needed is for documents
+        return find_documents(positions[0]) if positions.shape[0] == axes + 1 else None
+    if find_documents(positions) is not None:
+        raise BatchError(
+            f"position_ids start again within a row, which {inventory.model} does not take for a "
+            f"new document; pass positions of shape [{axes + 1}, rows, tokens], of which the first "
+            f"count from 0 in each document"
+        )
+    return None
 
 
 def _mask(given: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -179,11 +227,15 @@ def _first_tokens(mask: torch.Tensor) -> list[int] | None:
 
 
 def _documents(
-    bounds: Bounds | None, starts: list[int] | None, shape: torch.Size, workload: Workload,
-    device: torch.device,
+    bounds: Bounds | None, starts: list[int] | None, spans: Spans | None, shape: torch.Size,
+    workload: Workload, device: torch.device,
 ) -> Documents | None:  # fmt: skip
     """Return what attention works on, for the rows of one micro-batch."""
     rows, length = shape
+    if spans is not None and any(spans):
+        first = starts or [0] * rows
+        own = PaddedRows(first, length).bounds if bounds is None else bounds
+        return TwoWaySpans(own, first, spans)
     if bounds is not None and all(len(row) == 2 for row in bounds):
         bounds = None
     padded = PaddedRows(starts, length) if starts is not None and any(starts) else None

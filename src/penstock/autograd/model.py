@@ -26,6 +26,7 @@ from penstock.autograd.inputs import split_inputs
 from penstock.autograd.layers_function import run_layers
 from penstock.autograd.module_modes import ModuleModes
 from penstock.autograd.parameters import Gradients, HeadParameter, StreamedParameter
+from penstock.autograd.towers import Towers
 from penstock.engine.engine import Engine
 from penstock.engine.initial_weights import set_weights
 from penstock.engine.restore import check_host_memory
@@ -223,10 +224,10 @@ def streamed_class(original: type) -> type:
 
 
 class _Stream:
-    """Connects a caller's model with an engine."""
+    """Connects a caller's model with an engine. `towers` are those of a multimodal model."""
 
-    def __init__(self, model: nn.Module, engine: Engine) -> None:
-        self.model, self.engine = model, engine
+    def __init__(self, model: nn.Module, engine: Engine, towers: Towers | None) -> None:
+        self.model, self.engine, self._towers = model, engine, towers
         self.gradients = Gradients(engine)
         self.dtype = engine.split_model.dtype
         self._path = engine.inventory.layers[0].name.rpartition(".")[0]
@@ -271,8 +272,7 @@ class _Stream:
             raise EngineError(
                 f"{changed[0]} was added to or removed from the streamed model, whose layers the "
                 f"engine computes with a copy. Change the model before penstock.stream: call "
-                f"get_peft_model first and pass no peft_config to a trainer. For DPO with LoRA, "
-                f"pass ref_model to DPOTrainer, which else adds a copy of the adapter"
+                f"get_peft_model first and pass no peft_config to a trainer"
             )
 
     def _find_modes(self) -> ModuleModes:
@@ -328,6 +328,8 @@ class _Stream:
         own_class: Any = self._class
         self.model.__class__ = streamed_class(own_class)
         vars(self.model)["_stream"] = self
+        if self._towers is not None:
+            self._towers.connect(self.engine.device.torch_device, self.dtype)
 
     def _bind(self, name: str, parameter: nn.Parameter) -> None:
         for module, leaf in self._holders[name]:
@@ -347,6 +349,8 @@ class _Stream:
         vars(self._probes.base).pop("forward", None)
         self.model.__class__ = self._class
         del vars(self.model)["_stream"]
+        if self._towers is not None:
+            self._towers.disconnect()
         if self.engine.live_model is None:
             vars(self.model)["forward"] = functools.partial(_refuse_closed, self._class.__name__)
         self.engine.close()
@@ -358,8 +362,12 @@ class _Stream:
         bound = self._signature.bind(*args, **kwargs).arguments
         given = {k: v for k, v in bound.items() if k != "kwargs"} | bound.get("kwargs", {})
         self._check_structure()
-        engine = self.engine
-        micros = split_inputs(given, engine.workload, engine.inventory, engine.device.torch_device)
+        engine, features, axes = self.engine, None, 1
+        if self._towers is not None:
+            given, features = self._towers.find_inputs(given)
+            axes = self._towers.position_axes
+        device = engine.device.torch_device
+        micros = split_inputs(given, engine.workload, engine.inventory, device, features, axes)
         hidden = run_layers(engine, micros, self._modes.current(), training=self.model.training)
         return self._after_layers(hidden)
 
@@ -404,7 +412,11 @@ class _Stream:
         found: dict[str, torch.Tensor] = OrderedDict()
         state = self.engine.state
         first = {id(p): n for n, p in self.parameters.items()}
+        outside = {} if self._towers is None else self._towers.tensors
+        found |= {name: tensor.detach().cpu() for name, tensor in outside.items()}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            if name in outside:
+                continue
             known = first[id(parameter)]
             if known not in found:
                 found[known] = state.weight(known, self.dtype)
@@ -443,9 +455,9 @@ class _Stream:
         return keys([], unexpected)
 
 
-def connect(model: nn.Module, engine: Engine) -> _Stream:
+def connect(model: nn.Module, engine: Engine, towers: Towers | None = None) -> _Stream:
     """Make a caller's model, whose parameters have no memory, a streamed model."""
-    return _Stream(model, engine)
+    return _Stream(model, engine, towers)
 
 
 def _reshaped(out: Any, rows: int, length: int) -> Any:

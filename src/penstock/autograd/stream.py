@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from penstock.plan.budget import Budget
 from penstock.plan.plan import Plan
 from penstock.plan.workload import CallerLoss
 from penstock.rank_place import RankPlace
-from penstock.roles import Dtype
+from penstock.roles import WEIGHT_FORMATS, Dtype
 from penstock.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from penstock.autograd.optimizer import StreamedModelOptimizer
+    from penstock.autograd.towers import Towers
     from penstock.engine.optimizer import Grouping
     from penstock.engine.rehearsal import Progress
     from penstock.engine.tier_memory import StoreSettings
@@ -85,18 +87,27 @@ def stream(
     from penstock.autograd.optimizer import StreamedModelOptimizer
 
     _check(tokens, live_forwards, arguments)
-    config, dtype = _config_and_dtype(model, arguments)
+    towers = _towers_of(model)
+    streamed = model if towers is None else towers.language_model
+    config, dtype = _config_and_dtype(streamed, arguments)
     sizes = _sizes(config, tokens, context)
     given: dict[str, Any] = {"clip": None, **arguments, **sizes, "dtype": dtype}
     nbytes = 0 if loss_memory is None else parse_bytes(loss_memory)
+    loss = CallerLoss(live_forwards=live_forwards, nbytes=nbytes)
+    if towers is not None:
+        loss = towers.planned(loss, tokens, sizes["context"], WEIGHT_FORMATS[dtype].weight)
+        if towers.makes_masks and compiled is None:
+            compiled = False  # compiled layers and kernels have no attention to later tokens
     engine = prepare(
-        model, budget=budget, plan=plan, machine=machine, optimizer=optimizer,
+        streamed, budget=budget, plan=plan, machine=machine, optimizer=optimizer,
         param_groups=param_groups, accumulate=True, compiled=compiled, device=device,
         sweep_threads=sweep_threads, store=store, rehearse=rehearse, progress=progress,
-        caller_loss=CallerLoss(live_forwards=live_forwards, nbytes=nbytes), **given,
+        caller_loss=loss, **given,
     )  # fmt: skip
     try:
-        connected = connect(_callers_model(model, config, engine), engine)
+        if towers is not None:
+            _save_whole(engine, towers)
+        connected = connect(_callers_model(streamed, config, engine, towers), engine, towers)
         named = {n: p for n, p in connected.parameters.items() if p.requires_grad}
         settings, grouping = engine.settings.optimizer, engine.settings.grouping
         made = StreamedModelOptimizer(engine, connected.gradients, settings, grouping, named)
@@ -105,7 +116,7 @@ def stream(
     except BaseException:
         engine.close()
         raise
-    return (connected.model if engine.live_model is None else engine.live_model.owned), made
+    return (connected.model if engine.live_model is None else model), made
 
 
 def _check(tokens: int, live_forwards: int, arguments: Mapping[str, Any]) -> None:
@@ -160,14 +171,35 @@ def _dtype_name(dtype: torch.dtype | str | None) -> Dtype:
     return "fp32" if name == "float32" else "bf16"
 
 
-def _callers_model(model: Any, config: Any, engine: Any) -> nn.Module:
+def _towers_of(model: Any) -> Towers | None:
+    """Return the modules of a live multimodal model that do not stream; None for other models."""
+    if isinstance(model, str | Path):
+        return None
+    from penstock.autograd.towers import Towers
+    from penstock.model.adapters import without_wrapper
+    from penstock.model.language_model import is_multimodal
+
+    whole = without_wrapper(model)
+    return Towers(whole) if is_multimodal(whole) else None
+
+
+def _save_whole(engine: Any, towers: Towers) -> None:
+    """Let the engine save a multimodal model as a whole."""
+    whole: Any = towers.whole
+    engine.files.others = towers.tensors
+    engine.model_files = replace(
+        engine.model_files, config=whole.config, architecture=type(whole).__name__
+    )
+
+
+def _callers_model(model: Any, config: Any, engine: Any, towers: Towers | None) -> nn.Module:
     """Return the model that the caller gets: its own one, or a new one without weights."""
     from penstock.model.meta_model import build_model
 
     live = engine.live_model
     if live is not None:
         live.unguard()
-        return live.model  # type: ignore[no-any-return]
+        return live.model if towers is None else towers.whole
     device = engine.device.torch_device
     made = build_model(config, engine.split_model.dtype, device, own_attention=True)
     made.train()

@@ -358,6 +358,7 @@ def inspect_model(
     from penstock.checkpoint.manifest import check_small_files
     from penstock.model.adapters import without_wrapper
     from penstock.model.config import load_config, refuse_multimodal
+    from penstock.model.language_model import refuse_live_multimodal
     from penstock.model.quantization import refuse_quantized
     from penstock.model.self_check import check_model
     from penstock.model.survey import survey_config, survey_model
@@ -386,6 +387,7 @@ def inspect_model(
             check=check_model,
         )
     name, model = name or type(model).__name__, without_wrapper(model)
+    refuse_live_multimodal(model)
     config = model.config
     refuse_quantized(model, name)
     return config, survey_model(

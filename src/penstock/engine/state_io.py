@@ -63,6 +63,8 @@ class EngineFiles:
         """Names and forms in which the weights are saved. Reading sets those of the files."""
         self._template: ShardTemplate | None = None
         """The files that the weights were read from: the same tensors are saved in the same way."""
+        self.others: Mapping[str, torch.Tensor] = {}
+        """Tensors of a live multimodal model that the engine does not have, saved with it."""
         self._source: ModelWeights | None = None
         """The files of a multimodal model, whose other tensors are copied when it is saved."""
 
@@ -196,7 +198,10 @@ class EngineFiles:
             weights.read_buffers(self._buffers)
             yield weights
             self.saved_names, self._template = weights.saved_names, weights.shards.template()
-            if weights.kept:
+            for name in weights.kept if self.others else ():
+                values = torch.cat([part.clone() for part in weights.kept_parts(name)])
+                self.others[name].copy_(values.view(self.others[name].shape))
+            if weights.kept and not self.others:
                 weights.shards.check_partly_read()
                 opened.pop_all()
                 self._source = weights
@@ -217,6 +222,10 @@ class EngineFiles:
                 name=names.get(name, name), dtype=buffer.dtype, shape=tuple(buffer.shape),
                 parts=partial(_whole, buffer),
             )  # fmt: skip
+        for name, other in self.others.items():
+            yield TensorOut(
+                name=name, dtype=other.dtype, shape=tuple(other.shape), parts=partial(_whole, other)
+            )
         for name in () if source is None else source.kept:
             assert source is not None
             spec, parts = source.kept_spec(name), partial(source.kept_parts, name)

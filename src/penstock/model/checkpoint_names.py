@@ -284,11 +284,16 @@ class _TextStack:
         self._inside, self._head = self._own, ""
         if text_config(body.config) is not body.config:
             self._inside, self._head = text_module_paths(body)
+        # The language model of a live multimodal model has the names of the whole.
+        self._same_names = inventory.layers[0].name.startswith(f"{self._inside}.")
 
     def text_name(self, name: str) -> str | None:
         """Return a tensor's name in the causal language model; None if it is outside of it."""
         if not self._head:
             return name
+        if self._same_names:
+            inside = name.startswith((f"{self._inside}.", f"{self._head}."))
+            return name if inside else None
         if name.startswith(f"{self._head}."):
             return "lm_head" + name.removeprefix(self._head)
         if name.startswith(f"{self._inside}."):

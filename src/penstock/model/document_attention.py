@@ -44,7 +44,21 @@ class PaddedRows(NamedTuple):
         return [[0, s, self.length] if s else [0, self.length] for s in self.starts]
 
 
-Documents = Bounds | PaddedRows | DocumentSpans
+class TwoWaySpans(NamedTuple):
+    """Rows in which the tokens of an image see each other, also those after them."""
+
+    bounds: Bounds
+    """For each row, where its documents begin, followed by the row's length."""
+
+    padding: Sequence[int]
+    """For each row, how many tokens of padding it begins with, which are a document of their own.
+    Attention returns zeros for them."""
+
+    spans: Sequence[Sequence[tuple[int, int]]]
+    """For each row, the first token of each image, and the one after its last."""
+
+
+Documents = Bounds | PaddedRows | TwoWaySpans | DocumentSpans
 """Documents: for one call of PyTorch's attention each, or for one call of Penstock's for all."""
 
 BAND = 1024
@@ -88,6 +102,8 @@ def _attend_documents(
         return out
     if isinstance(documents, PaddedRows):
         return _attend_padded(causal, query, key, value, documents)
+    if isinstance(documents, TwoWaySpans):
+        return _attend_two_ways(causal, query, key, value, documents)
     rows = []
     for row, bounds in enumerate(documents):
         outputs = [
@@ -109,6 +125,23 @@ def _attend_padded(
     return torch.cat(rows)
 
 
+def _attend_two_ways(
+    causal: _CausalAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    documents: TwoWaySpans,
+) -> torch.Tensor:  # fmt: skip
+    rows = []
+    for row, (bounds, spans) in enumerate(zip(documents.bounds, documents.spans, strict=True)):
+        outputs = []
+        for start, end in itertools.pairwise(bounds):
+            queries, keys, values = (t[row : row + 1, :, start:end] for t in (query, key, value))
+            inside = [(s - start, e - start) for s, e in spans if start <= s < end]
+            outputs.append(causal.with_spans(queries, keys, values, inside))
+        out, padding = torch.cat(outputs, dim=1), documents.padding[row]
+        hidden = torch.arange(out.shape[1], device=out.device) < padding
+        rows.append(out.masked_fill(hidden[None, :, None, None], 0.0) if padding else out)
+    return torch.cat(rows)
+
+
 attend = attention_function(_attend_documents, supports_sinks=True)
 
 
@@ -126,6 +159,16 @@ class _CausalAttention:
         if self.window is None or self.window >= length:
             return self._sdpa(query, key, value, None)
         return self._in_bands(query, key, value, self._sdpa)
+
+    def with_spans(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+        spans: Sequence[tuple[int, int]],
+    ) -> torch.Tensor:  # fmt: skip
+        """Attend over one document, of which the tokens of a span also see later ones of it."""
+        if not spans:
+            return self(query, key, value)
+        plain = self.softcap is None and self.sinks is None
+        return self._in_bands(query, key, value, self._sdpa if plain else self._eager, spans)
 
     def _sdpa(
         self,
@@ -181,17 +224,26 @@ class _CausalAttention:
         key: torch.Tensor,
         value: torch.Tensor,
         attend_band: Callable[..., torch.Tensor],
+        spans: Sequence[tuple[int, int]] = (),
     ) -> torch.Tensor:
-        """Attend band by band: a band of queries sees its own keys and those one window back."""
+        """Attend band by band: a band of queries sees its own keys and those one window back.
+
+        A query in a span sees all keys of the span as well.
+        """
         length = query.shape[2]
         window = min(self.window or length, length)
         band = min(window, BAND)
         outputs = []
         for start in range(0, length, band):
-            end, first = min(start + band, length), max(0, start - window + 1)
+            end = min(start + band, length)
+            touched = [(s, e) for s, e in spans if s < end and e > start]
+            first = min((max(0, start - window + 1), *(s for s, _ in touched)))
+            last = max((end, *(e for _, e in touched)))
             rows = torch.arange(start, end, device=query.device)[:, None]
-            columns = torch.arange(first, end, device=query.device)[None, :]
+            columns = torch.arange(first, last, device=query.device)[None, :]
             mask = (columns <= rows) & (columns > rows - window)
-            keys, values = key[:, :, first:end], value[:, :, first:end]
+            for s, e in touched:
+                mask |= (rows >= s) & (rows < e) & (columns >= s) & (columns < e)
+            keys, values = key[:, :, first:last], value[:, :, first:last]
             outputs.append(attend_band(query[:, :, start:end], keys, values, mask[None, None]))
         return torch.cat(outputs, dim=1)

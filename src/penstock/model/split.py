@@ -14,7 +14,7 @@ import contextlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from penstock.model.compile import Body, CompiledLayers, Kind, layer_kinds
 from penstock.model.document_attention import (
     Documents,
     PaddedRows,
+    TwoWaySpans,
     register_document_attention,
 )
 from penstock.model.embedding_noise import EmbeddingNoise
@@ -48,12 +49,22 @@ class Calls:
     """Token ids and positions, from which the model makes the arguments."""
 
 
+class Features(NamedTuple):
+    """The output of a multimodal model's towers, for the tokens that stand for images or sound."""
+
+    embeddings: torch.Tensor
+    """`[rows, tokens, hidden size]`; what is not in `positions` has no meaning."""
+    positions: torch.Tensor
+    """`[rows, tokens]`: True for tokens whose embedding is replaced."""
+
+
 @dataclass(slots=True)
 class MicroBatch:
     """Rows that are computed together, on the device."""
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
+    """`[rows, tokens]`, or several such positions of each token, as models with images have."""
     targets: torch.Tensor
     """The token that each position has to predict."""
     bounds: Documents | None
@@ -70,6 +81,8 @@ class MicroBatch:
     """True for tokens and False for padding, on the host; None if there is no padding."""
     router_sums: RouterSums | None = None
     """What the routers of layers did, for the auxiliary loss; None without one."""
+    features: Features | None = None
+    """What takes the place of tokens that stand for images; None without images."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -175,7 +188,7 @@ class SplitModel:
         """Compute the input of the first layer, and how each layer has to be called."""
         tokens = (micro.input_ids, micro.position_ids)
         with self._with_noise(micro):
-            hidden, arguments = self._enter_with(*tokens)
+            hidden, arguments = self._enter_with(*tokens, features=micro.features)
         kept = [] if self.inventory.own_attention else arguments
         return hidden, Calls(kept, micro.bounds, tokens)
 
@@ -204,9 +217,14 @@ class SplitModel:
         return found
 
     def _enter_with(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, features: Features | None = None
     ) -> tuple[torch.Tensor, list[Arguments]]:
         inputs = {"input_ids": input_ids, "position_ids": position_ids}
+        if features is not None:
+            table: Any = self.model.get_input_embeddings()  # type: ignore[operator]
+            own = table(inputs.pop("input_ids"))
+            positions = features.positions[:, :, None]
+            inputs["inputs_embeds"] = torch.where(positions, features.embeddings, own)
         if self.inventory.own_attention:
             inputs["attention_mask"] = _all_tokens(input_ids)
         return self.enter(**inputs, use_cache=False)
@@ -243,7 +261,8 @@ class SplitModel:
         """
         if calls.bounds is None:
             return self.plain_layer(index, hidden, self._make_arguments(index, *calls.tokens))
-        assert not isinstance(calls.bounds, DocumentSpans), "own attention code takes no spans"
+        spans = DocumentSpans | TwoWaySpans
+        assert not isinstance(calls.bounds, spans), "own attention code takes no spans"
         bounds = calls.bounds.bounds if isinstance(calls.bounds, PaddedRows) else calls.bounds
         lengths = [e - s for marks in bounds for s, e in itertools.pairwise(marks)]
         # Split and joined by one operation each: slices would each get a gradient of full size.

@@ -46,7 +46,8 @@ def check_text_stack(whole: Any, text: Any, name: str) -> None:
     if problem:
         raise UnsupportedModelError(
             f"{name} is a multimodal model of type {whole.model_type!r}, and {problem}. To train "
-            f"its language model, save that alone with transformers, and use its directory"
+            f"its language model, save that alone with transformers, and use its directory. To "
+            f"train it with images, load it with transformers, and use penstock.stream"
         )
 
 

@@ -171,6 +171,7 @@ def _caller_loss_pools(
         "head weights": sum(held_weight_nbytes(placement, block) for block in held),
         "head gradients": sum(held_sum_nbytes(inventory, placement, block) for block in held),
         "your loss": workload.caller_loss.nbytes,
+        "your modules": workload.caller_loss.resident,
     }
 
 

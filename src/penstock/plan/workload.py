@@ -122,11 +122,16 @@ class CallerLoss:
     """Device memory in bytes for what the caller computes: the output of the last layer, logits,
     the loss and their gradients."""
 
+    resident: int = 0
+    """Device memory in bytes for modules that the caller runs, such as the tower of a multimodal
+    model, and for what they pass to the layers."""
+
     def __post_init__(self) -> None:
         if self.live_forwards < 1:
             raise WorkloadError("live_forwards", f"must be 1 or more, got {self.live_forwards}")
-        if self.nbytes < 0:
-            raise WorkloadError("nbytes", f"must be 0 or more, got {self.nbytes}")
+        for name in ("nbytes", "resident"):
+            if getattr(self, name) < 0:
+                raise WorkloadError(name, f"must be 0 or more, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
