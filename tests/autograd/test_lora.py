@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch.nn import functional
 
 import penstock as ps
-from penstock.errors import EngineError
+from penstock.errors import EngineError, UnsupportedModelError
 from tests.autograd.test_own_loop import SMALL, log_probs, one_group, padded_batch
 from tests.support.engines import plain_model, tiny_config
 
@@ -55,6 +56,51 @@ def test_dpo_with_adapters_off_as_the_reference_equals_plain_torch() -> None:
 
 def test_an_adapter_that_is_added_later_is_refused() -> None:
     model, _ = ps.stream(adapted(), **SMALL)
-    model.add_adapter("ref", model.peft_config["default"])
+    with pytest.raises(UnsupportedModelError, match="second has another config"):
+        model.add_adapter("second", peft.LoraConfig(r=2, target_modules="all-linear"))
+    model.peft_config["second"] = model.peft_config["default"]
+    model.base_model.inject_adapter(model.base_model.model, "second")
     with pytest.raises(EngineError, match=r"before penstock\.stream"):
         model(**padded_batch(0))
+
+
+def test_a_copy_of_a_new_adapter_is_the_model_with_the_adapter_off() -> None:
+    """TRL adds the copy to a model without a reference model, and copies the values."""
+    model, optimizer = ps.stream(adapted(), **SMALL)
+    model.add_adapter("ref", model.peft_config["default"])
+    named = [name for name, _ in model.named_parameters() if ".default." in name]
+    for name in named:
+        model.get_parameter(name.replace(".default.", ".ref.")).data.copy_(None)
+    assert named
+    assert model.get_parameter(named[0]).shape
+    assert "ref" not in model.peft_config  # so that TRL switches the adapter off
+    dpo_loss(model, padded_batch(0)).backward()
+    optimizer.step()
+    with pytest.raises(UnsupportedModelError, match="is not zero"):
+        model.add_adapter("ref", model.peft_config["default"])
+    model.base_model.model.close()
+    assert "add_adapter" not in vars(model)
+
+
+def test_a_trainer_may_move_and_save_the_peft_model(tmp_path: Path) -> None:
+    model, _ = ps.stream(adapted(), **SMALL)
+    assert model.to("cpu") is model
+    with pytest.raises(EngineError, match="cannot be moved"):
+        model.to(torch.float16)
+    model.save_pretrained(tmp_path)
+    model.close()
+    base = plain_model(tiny_config("llama"), torch.float32)
+    saved = dict(peft.PeftModel.from_pretrained(base, tmp_path).named_parameters())
+    found = {n: p for n, p in model.named_parameters() if ".lora_" in n}
+    assert found
+    assert all(torch.equal(saved[name], tensor) for name, tensor in found.items())
+
+
+def test_an_adapter_with_trained_copies_cannot_be_switched_off() -> None:
+    base = plain_model(tiny_config("llama"), torch.float32)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["embed_tokens"])
+    model, _ = ps.stream(peft.get_peft_model(base, config), **SMALL)
+    with model.disable_adapter(), pytest.raises(EngineError, match="modules_to_save"):
+        model(**padded_batch(0))
+    with pytest.raises(UnsupportedModelError, match="is trained as well"):
+        model.add_adapter("ref", model.peft_config["default"])

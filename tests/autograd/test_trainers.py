@@ -106,6 +106,27 @@ def test_dpo(trl: Any, folder: Path, tmp_path: Path) -> None:
     assert_equal(*logs)
 
 
+def test_dpo_with_an_adapter_and_no_reference_model(trl: Any, folder: Path, tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    data = sentences(40, "prompt", "chosen", "rejected")
+    logs = []
+    for streamed in (True, False):
+        base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        torch.manual_seed(4)
+        model: Any = get_peft_model(base, LoraConfig(r=4, target_modules="all-linear"))
+        options: dict[str, Any] = {}
+        if streamed:
+            model, options = stream(model)
+        trainer = trl.DPOTrainer(
+            model=model, args=trl.DPOConfig(**common(tmp_path), max_grad_norm=0.5),
+            train_dataset=data, processing_class=tokenizer, **options,
+        )  # fmt: skip
+        logs.append(run(trainer, model, "loss", "grad_norm", "logps/chosen", "rewards/margins"))
+    assert_equal(*logs)
+
+
 def test_reward(trl: Any, folder: Path, tmp_path: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     data = sentences(40, "chosen", "rejected")

@@ -26,6 +26,7 @@ from penstock.autograd.inputs import split_inputs
 from penstock.autograd.layers_function import run_layers
 from penstock.autograd.module_modes import ModuleModes
 from penstock.autograd.parameters import Gradients, HeadParameter, StreamedParameter
+from penstock.autograd.peft_wrapper import PeftWrapper
 from penstock.autograd.towers import Towers
 from penstock.engine.engine import Engine
 from penstock.engine.initial_weights import set_weights
@@ -243,6 +244,8 @@ class _Stream:
         register_document_attention()
         self._connect()
         self._closed = False
+        self.wrapper: PeftWrapper | None = None
+        """The PEFT model around the model, if there is one."""
 
     # Connecting.
 
@@ -351,6 +354,8 @@ class _Stream:
         del vars(self.model)["_stream"]
         if self._towers is not None:
             self._towers.disconnect()
+        if self.wrapper is not None:
+            self.wrapper.remove()
         if self.engine.live_model is None:
             vars(self.model)["forward"] = functools.partial(_refuse_closed, self._class.__name__)
         self.engine.close()

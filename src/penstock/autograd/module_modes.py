@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import nn
 
+from penstock.errors import EngineError
+
 FIELDS = ("_disable_adapters", "_active_adapter", "scaling")
 """Attributes of PEFT's layers that decide which adapters compute."""
 
@@ -24,7 +26,8 @@ class ModuleModes:
     def __init__(
         self, own: Iterable[tuple[str, nn.Module]], copied: Iterable[tuple[str, nn.Module]]
     ) -> None:
-        named = dict(own)
+        named: dict[str, Any] = dict(own)
+        self._copied = [(n, m) for n, m in named.items() if _is_copied(m)]
         self._pairs = [
             (named[name], module, fields)
             for name, module in copied
@@ -32,7 +35,17 @@ class ModuleModes:
         ]
 
     def current(self) -> Modes:
-        """Return what the caller's modules are set to now."""
+        """Return what the caller's modules are set to now.
+
+        Raises EngineError if a module is switched off of which PEFT trains a copy.
+        """
+        for name, module in self._copied:
+            if module._disable_adapters:
+                raise EngineError(
+                    f"{name} is a copy that the adapter trains (modules_to_save), and the engine "
+                    f"has not kept the original, so the adapter cannot be switched off. Leave out "
+                    f"modules_to_save, or use a second streamed model as the reference"
+                )
         return [
             (copied, {field: _copy(getattr(own, field)) for field in fields})
             for own, copied, fields in self._pairs
@@ -51,6 +64,11 @@ def _fields(module: nn.Module) -> tuple[str, ...]:
     if isinstance(module, nn.Dropout):
         return ("p",)
     return FIELDS if all(hasattr(module, field) for field in FIELDS) else ()
+
+
+def _is_copied(module: Any) -> bool:
+    """Return whether PEFT trains a copy of a module (`modules_to_save`)."""
+    return hasattr(module, "original_module") and hasattr(module, "modules_to_save")
 
 
 def _copy(value: Any) -> Any:

@@ -85,6 +85,7 @@ def stream(
     """
     from penstock.autograd.model import connect
     from penstock.autograd.optimizer import StreamedModelOptimizer
+    from penstock.autograd.peft_wrapper import PeftWrapper
 
     _check(tokens, live_forwards, arguments)
     towers = _towers_of(model)
@@ -108,6 +109,8 @@ def stream(
         if towers is not None:
             _save_whole(engine, towers)
         connected = connect(_callers_model(streamed, config, engine, towers), engine, towers)
+        if hasattr(model, "add_adapter") and hasattr(model, "active_peft_config"):
+            connected.wrapper = PeftWrapper(model, connected.model, engine)
         named = {n: p for n, p in connected.parameters.items() if p.requires_grad}
         settings, grouping = engine.settings.optimizer, engine.settings.grouping
         made = StreamedModelOptimizer(engine, connected.gradients, settings, grouping, named)
