@@ -39,11 +39,13 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 
-def train_with_engine(config: Any, dtype: str, clip: float | None) -> tuple[Any, float]:
+def train_with_engine(
+    config: Any, dtype: str, clip: float | None, device: str = "cpu"
+) -> tuple[Any, float]:
     model, job = inventory(config), work(dtype, clip)
     plan = make_plan_of(model, job, "dddd")
     source = plain_model(config, torch.float32 if dtype == "fp32" else torch.bfloat16)
-    with make_engine(config, plan, model, source) as engine:
+    with make_engine(config, plan, model, source, device=device) as engine:
         for batch in batches(2 * STEPS, job, config.vocab_size):
             items = int((batch["labels"][:, 1:] != -100).sum())
             engine.forward_backward(batch, num_items=2 * items)
@@ -57,21 +59,24 @@ def loss_of(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     labels = functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
     items = int((labels != -100).sum())
     logits = model(input_ids=batch["input_ids"]).logits.flatten(0, 1).float()
+    labels = labels.to(logits.device)
     return functional.cross_entropy(logits, labels.flatten(), reduction="sum") / (2 * items)
 
 
 def train_streamed(
-    config: Any, dtype: str, clip: float | None, places: str, disk: Path | None = None
-) -> tuple[Any, float]:
+    config: Any, dtype: str, clip: float | None, places: str, disk: Path | None = None,
+    device: str = "cpu",
+) -> tuple[Any, float]:  # fmt: skip
     job = replace(work(dtype, clip), caller_loss=CallerLoss(nbytes=1 << 20))
     plan = make_plan_of(inventory(config), job, places, disk=disk, piece=1 << 12)
     source = plain_model(config, torch.float32 if dtype == "fp32" else torch.bfloat16)
     model, optimizer = ps.stream(
-        source, tokens=job.tokens, plan=plan, device="cpu", self_check=False, lr=1e-2
-    )
+        source, tokens=job.tokens, plan=plan, device=device, self_check=False, lr=1e-2,
+        rehearse=False,
+    )  # fmt: skip
     with model:
         for number, batch in enumerate(batches(2 * STEPS, job, config.vocab_size)):
-            loss_of(model, batch).backward()
+            loss_of(model, {k: v.to(device) for k, v in batch.items()}).backward()
             if number % 2:
                 optimizer.step()
         return states(model.engine), model.engine.grad_norm
@@ -113,3 +118,17 @@ def test_every_plan_gives_the_same_bits(places: str, tied: bool, tmp_path: Path)
     found, found_norm = train_streamed(config, "bf16", 0.5, places, tmp_path)
     assert found_norm == norm
     assert_equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    "device",
+    [pytest.param("cuda", marks=pytest.mark.gpu), pytest.param("cpu", marks=pytest.mark.long)],
+)
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_devices_give_the_bits_of_their_own_engine(dtype: str, device: str) -> None:
+    config = tiny_config("llama", hidden_size=64, head_dim=16)
+    expected, norm = train_with_engine(config, dtype, 0.5, device)
+    for places in ("dddd", "hhhh"):
+        found, found_norm = train_streamed(config, dtype, 0.5, places, device=device)
+        assert found_norm == norm
+        assert_equal(found, expected)
