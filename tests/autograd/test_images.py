@@ -205,7 +205,14 @@ def test_after_close_the_model_is_what_it_was() -> None:
     inputs = batch("gemma3", 1)
     with torch.no_grad():
         expected = model(**inputs).logits
+    names = model.state_dict().keys()
     streamed, _ = stream(model)
+    weights = streamed.state_dict()
+    assert weights.keys() == names
+    streamed.load_state_dict({n: t + 1 if "visi" in n else t for n, t in weights.items()})
+    with torch.no_grad():
+        assert not torch.allclose(streamed(**inputs).logits, expected)
+    streamed.load_state_dict(weights)
     streamed.close()
 
     assert streamed is model

@@ -409,6 +409,11 @@ class _Stream:
 
     # Weights.
 
+    @property
+    def _outside(self) -> Mapping[str, torch.Tensor]:
+        """Tensors of a multimodal model that do not stream."""
+        return {} if self._towers is None else self._towers.tensors
+
     def copy_weights(self) -> dict[str, torch.Tensor]:
         """Return all tensors of the state dict in host memory; tied ones share theirs."""
         itemsize = self.dtype.itemsize
@@ -417,7 +422,7 @@ class _Stream:
         found: dict[str, torch.Tensor] = OrderedDict()
         state = self.engine.state
         first = {id(p): n for n, p in self.parameters.items()}
-        outside = {} if self._towers is None else self._towers.tensors
+        outside = self._outside
         found |= {name: tensor.detach().cpu() for name, tensor in outside.items()}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             if name in outside:
@@ -434,7 +439,8 @@ class _Stream:
         """Replace all weights; tied tensors may be under any of their names."""
         names: dict[int, list[str]] = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            names.setdefault(id(parameter), []).append(name)
+            if name not in self._outside:
+                names.setdefault(id(parameter), []).append(name)
         found: dict[str, torch.Tensor] = {}
         for name, parameter in self.parameters.items():
             alias = next((n for n in names[id(parameter)] if n in state), None)
@@ -450,12 +456,16 @@ class _Stream:
                 )
             found[name] = state[alias].detach()
         known = {n for each in names.values() for n in each}
-        known |= {t.name for t in self.engine.inventory.buffers}
+        known |= {t.name for t in self.engine.inventory.buffers} | self._outside.keys()
         unexpected = [name for name in state if name not in known]
         if strict and unexpected:
             raise EngineError(f"the state dict has {unexpected[0]}, which the model does not have")
         self.gradients.clear()
         self.engine.replace_weights(lambda e: set_weights(e.access, e.inventory, found))
+        with torch.no_grad():
+            for name, tensor in self._outside.items():
+                if name in state:
+                    tensor.copy_(state[name])
         keys: Any = nn.modules.module._IncompatibleKeys
         return keys([], unexpected)
 

@@ -117,6 +117,8 @@ def stream(
         engine.optimizer = made
         engine.replace_weights(lambda _: None)  # fetch the head's
     except BaseException:
+        if towers is not None:
+            towers.disconnect()
         engine.close()
         raise
     return (connected.model if engine.live_model is None else model), made

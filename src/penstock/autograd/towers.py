@@ -38,7 +38,12 @@ class Towers:
         self.language_model = language_model_of(whole)
         self._parameters = outside_parameters(whole, self.language_model)
         self._buffers = outside_buffers(whole, self.language_model)
-        self._former: dict[str, torch.Tensor] = {}
+        saved = whole.state_dict(keep_vars=True)
+        self.tensors: dict[str, torch.Tensor] = {
+            n: t for n, t in saved.items() if n in self._parameters or n in self._buffers
+        }
+        """The tensors outside of the language model that are part of the saved model."""
+        self._former: dict[str, torch.device] = {}
         self._table: Any = self.language_model.get_input_embeddings()
         self._ids: torch.Tensor | None = None
         self._mark = torch.empty(0)
@@ -73,19 +78,13 @@ class Towers:
         resident = self.memory(tokens, context, loss.live_forwards, itemsize)
         return CallerLoss(live_forwards=loss.live_forwards, nbytes=loss.nbytes, resident=resident)
 
-    @property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors outside of the language model that are part of the saved model."""
-        names = self.whole.state_dict(keep_vars=True)
-        return {n: t for n, t in names.items() if n in self._parameters or n in self._buffers}
-
     # Connecting.
 
     def connect(self, device: torch.device, dtype: torch.dtype) -> None:
         """Move the modules to the device, and let the model look up marks."""
         for name, tensor in {**self._parameters, **self._buffers}.items():
             if tensor.device != device:
-                self._former[name] = tensor.data
+                self._former[name] = tensor.device
                 tensor.data = tensor.data.to(device)
         generator = torch.Generator().manual_seed(0)
         width = self.language_model.config.hidden_size
@@ -106,7 +105,7 @@ class Towers:
             config._attn_implementation = name
         for name, tensor in {**self._parameters, **self._buffers}.items():
             if name in self._former:
-                tensor.data = self._former[name]
+                tensor.data = tensor.data.to(self._former[name])
 
     # Inputs.
 
