@@ -66,6 +66,8 @@ def test_zeros_stay_zeros() -> None:
         values = quantized_values(weights, form)
         assert float(values[:128].abs().max()) == 0.0
         assert not bool(quantized_values(torch.zeros(65), form).any())
+        tiny = torch.full((130,), 1e-42)
+        assert float(quantized_values(tiny, form).abs().max()) <= 1e-42
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

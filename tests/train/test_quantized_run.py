@@ -78,3 +78,20 @@ def test_weights_that_are_trained_are_not_quantized(
     assert result.code != 0
     assert "weights that are trained cannot be quantized" in result.errors
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").glob("*.safetensors"))
+
+
+def test_random_base_weights_are_those_of_a_run_without_an_adapter(runs: Runs) -> None:
+    import penstock
+    from penstock.model.quantize import quantized_values
+
+    name = "model.layers.1.mlp.up_proj"
+    found = []
+    for options in ({}, {"lora": "r=2"}, {"lora": "r=2", "quantize": "int4"}):
+        with penstock.prepare(
+            runs.model, init="random", seed=5, context=32, batch=2, dtype="fp32", device="cpu",
+            self_check=False, budget={"hbm": "64MiB", "dram": "64MiB"}, **options,
+        ) as engine:  # fmt: skip
+            middle = ".base_layer" if options else ""
+            found.append(engine.state[f"{name}{middle}.weight"]["weight"].clone())
+    assert torch.equal(found[1], found[0])
+    assert torch.equal(found[2], quantized_values(found[0], "int4"))

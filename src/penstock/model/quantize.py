@@ -53,6 +53,8 @@ Read = Callable[[int, int], torch.Tensor]
 
 # Quantizing.
 
+_SMALLEST = torch.finfo(torch.float32).tiny
+
 
 def quantize(read: Read, elements: int, form: Quantization, packed: torch.Tensor) -> None:
     """Quantize a tensor part by part, and write its bytes into `packed`.
@@ -87,8 +89,8 @@ def _quantize_part(values: torch.Tensor, form: Quantization) -> tuple[torch.Tens
     scales = blocks.abs().amax(1)
     if not bool(scales.isfinite().all()):
         raise EngineError("has values that are not finite, and cannot be quantized")
-    # A block of zeros has a scale of 0, and its weights have the code of 0.
-    normed = blocks * torch.where(scales > 0, 1 / scales, 0)[:, None]
+    # A block of zeros, or of numbers so small that their inverse overflows, has the code of 0.
+    normed = blocks * torch.where(scales >= _SMALLEST, 1 / scales, 0)[:, None]
     codes = _nearest_codes(normed.view(-1), form)[: values.numel()]
     pairs = _in_rows(codes, 2)
     return (pairs[:, 0] << 4) | pairs[:, 1], scales
@@ -114,7 +116,7 @@ def _quantize_scales(scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, 
     mean = torch.tensor([math.fsum(rows.tolist()) / scales.numel()], dtype=torch.float32)
     groups = _in_rows(scales - mean, GROUP)
     largest = groups.abs().amax(1)
-    normed = groups * torch.where(largest > 0, 1 / largest, 0)[:, None]
+    normed = groups * torch.where(largest >= _SMALLEST, 1 / largest, 0)[:, None]
     table = _scale_table(scales.device)
     codes = torch.bucketize(normed, (table[1:] + table[:-1]) / 2, out_int32=True)
     return largest, mean, codes.view(-1)[: scales.numel()].to(torch.uint8)
