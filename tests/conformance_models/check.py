@@ -72,7 +72,8 @@ def examine(case: str, folder: Path) -> Outcome:
 def _has_experts(config: Any) -> bool:
     text = config.get_text_config()
     names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    return any(getattr(text, name, None) for name in names)
+    inner = getattr(text, "ffn_config", None)  # of DBRX
+    return any(getattr(each, name, None) for each in (text, inner) for name in names)
 
 
 def examine_config(config: Any, folder: Path, dtype: Dtype = "bf16") -> Outcome:
@@ -182,7 +183,7 @@ def _text_names(model: Any) -> Callable[[str], str]:
     paths = {id(module): path for path, module in model.named_modules()}
     inner, output = model.get_decoder(), model.get_output_embeddings()
     if any(module is output for module in inner.modules()):
-        inner = inner.get_decoder()
+        inner = inner.model
     decoder, head = paths[id(inner)], paths[id(output)]
     prefixes = {f"{decoder}.": "model.", f"{head}.": "lm_head."}
     return lambda name: next(

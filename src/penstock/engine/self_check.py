@@ -10,6 +10,7 @@ first tensor that differs by more than rounding ends `prepare` with a SelfCheckE
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -42,6 +43,7 @@ from penstock.model.quantize import quantized_values
 from penstock.model.survey import survey_model
 from penstock.model.twin import (
     build_twin,
+    choose_all_experts,
     is_known_code,
     twin_class,
     twin_config_of,
@@ -255,6 +257,12 @@ class _Twin:
         self.own_attention = inventory.own_attention
         self.freeze = _frozen(inventory, path)
 
+    def with_all_experts(self) -> _Twin:
+        """Return the twin whose tokens choose all experts."""
+        other = copy.copy(self)
+        other.config = choose_all_experts(self.config)
+        return other
+
     def build(self, attention: str, dtype: torch.dtype) -> nn.Module:
         """Build the twin with an attention function, unless it has its own attention code."""
         name = None if self.own_attention else attention
@@ -288,6 +296,8 @@ def _frozen(inventory: Inventory, path: str) -> list[str]:
 
 
 def _run_check(twin: _Twin, check: _Check) -> None:
+    if check.workload.dtype != "fp32":
+        twin = twin.with_all_experts()
     plain = _train_plainly(twin, check.workload)
     try:
         found = _train_streamed(twin, check, plain)

@@ -85,7 +85,8 @@ def text_module_paths(body: Any) -> tuple[str, str]:
     """Return where a multimodal model has its decoder and its head."""
     decoder, head = body.get_decoder(), body.get_output_embeddings()
     if any(module is head for module in decoder.modules()) and decoder is not body:
-        decoder = decoder.get_decoder()  # a whole causal language model, as in Llama 4
+        # A whole causal language model, as in Llama 4, whose get_decoder returns itself.
+        decoder = getattr(decoder, "model", decoder)
     paths = {id(module): path for path, module in body.named_modules()}
     if id(decoder) not in paths or id(head) not in paths or decoder is body:
         raise UnsupportedModelError(

@@ -87,10 +87,11 @@ SIZES: Mapping[str, int] = {
 """Fields that are sizes, by the names that model families give them, and the sizes of a twin.
 A field that a config does not have, or whose value is None, stays as it is."""
 
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+CHOICES = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k")
 EXPERTS: Mapping[str, int] = {
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 16),
-    **dict.fromkeys(("moe_num_experts",), 16),
-    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk"), 4),
+    **dict.fromkeys(EXPERT_COUNTS, 16),
+    **dict.fromkeys(CHOICES, 4),
     **dict.fromkeys(("n_group", "num_expert_group"), 4),
     "topk_group": 2,
 }
@@ -220,6 +221,25 @@ def _shrink_fields(twin: Any) -> None:
     inner = _field(twin, "attn_config")  # MPT keeps its attention's fields here
     if isinstance(_field(inner, "attn_pdrop"), float | int):
         inner.attn_pdrop = type(inner.attn_pdrop)(0)
+
+
+def choose_all_experts(config: Any) -> Any:
+    """Return a copy of a config in which every token chooses all experts.
+
+    In 16 bits, rounding changes which experts some tokens choose, and results as a whole. This way
+    there is nothing to choose.
+    """
+    chosen = copy.deepcopy(config)
+    for part in (chosen, _field(chosen, "ffn_config")):
+        counts = (_field(part, name) for name in EXPERT_COUNTS)
+        count = next((each for each in counts if isinstance(each, int) and each > 0), None)
+        for name in CHOICES if count is not None else ():
+            if isinstance(_field(part, name), int):
+                _set(part, name, count)
+    groups = _field(chosen, "n_group")
+    if isinstance(groups, int) and isinstance(_field(chosen, "topk_group"), int):
+        _set(chosen, "topk_group", groups)
+    return chosen
 
 
 def _keep_layers(twin: Any, config: Any, layers: int) -> None:
