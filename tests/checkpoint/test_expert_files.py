@@ -162,6 +162,8 @@ def test_mxfp4_parts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         f"{name}_blocks: expected U8": (f"{name}_blocks", torch.zeros(4, 32, 2, 16)),
         f"{name}_blocks: expected four dimensions": (
             f"{name}_blocks", torch.zeros(4, 32, 2, 8, dtype=torch.uint8)),
+        f"{name}_blocks: expected four dimensions,": (
+            f"{name}_blocks", torch.zeros(16, dtype=torch.uint8)),
     }  # fmt: skip
     for number, (message, (changed_name, tensor)) in enumerate(cases.items()):
         folder = tmp_path / str(number)

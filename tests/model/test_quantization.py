@@ -12,7 +12,7 @@ import torch
 from penstock.engine.prepare import prepare
 from penstock.errors import UnsupportedModelError
 from penstock.model.config import load_config
-from penstock.model.quantization import ScaleBlocks, find_quantization
+from penstock.model.quantization import Mxfp4, ScaleBlocks, find_quantization
 from penstock.model.survey import survey
 from penstock.model.survey_cache import cached_survey
 from tests.support.engines import plain_model, tiny_config
@@ -22,7 +22,6 @@ UNREADABLE: dict[str, dict[str, Any]] = {
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False},
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"},
     "bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False},
-    "mxfp4": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
     "compressed-tensors": {"quant_method": "compressed-tensors", "format": "float-quantized"},
     "fbgemm_fp8": {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0},
     "modelopt": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
@@ -46,6 +45,11 @@ def test_an_unknown_method_is_refused_by_the_survey_and_names_the_way_out(
             UnsupportedModelError, match=rf"quant_method '{method}'.*dequantize\(\)"
         ):
             look(folder)
+
+
+def test_mxfp4_is_found() -> None:
+    config = {"quantization_config": {"quant_method": "mxfp4"}}
+    assert find_quantization(config, "model") == Mxfp4()
 
 
 def test_the_quantization_of_a_multimodal_model_is_found_in_either_config() -> None:

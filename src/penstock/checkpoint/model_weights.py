@@ -135,6 +135,8 @@ class ModelWeights:
     def _unpacked(self, mapped: NameMap) -> dict[str, Layout]:
         """Return the layouts of MXFP4 tensors, whose matrices are transposed in the files."""
         packed = {own: name for own, name in mapped.names.items() if name in self.tensors.packed}
+        for name in packed.values():
+            self.tensors.check(name)
         return {
             own: transpose(whole(name, self.tensors.spec(name).shape), 1, 2)
             for own, name in packed.items()
