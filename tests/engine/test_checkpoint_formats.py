@@ -85,8 +85,6 @@ def test_a_missing_tensor_is_an_error_before_anything_is_allocated(
 
 # The text stack of multimodal models.
 
-LAYOUTS = [(family, published) for family in CONFIGS for published in (True, False)]
-
 
 def text_batch() -> dict[str, torch.Tensor]:
     ids = torch.randint(11, 60, (2, 32), generator=torch.Generator().manual_seed(1))
@@ -103,7 +101,13 @@ def plain_loss(folder: Path) -> float:
     return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets))
 
 
-@pytest.mark.parametrize(("family", "published"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("family", "published"),
+    [
+        *((family, True) for family in CONFIGS),
+        *(pytest.param(family, False, marks=pytest.mark.long) for family in CONFIGS),
+    ],
+)
 def test_the_text_stack_of_a_multimodal_model_is_trained_and_the_rest_is_kept(
     tmp_path: Path, family: str, published: bool
 ) -> None:

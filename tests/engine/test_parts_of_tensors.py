@@ -30,8 +30,14 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_access, "PART", SMALL)
 
 
-@pytest.mark.parametrize("work", FORMATS, ids=str)
-@pytest.mark.parametrize("way", [DRAM, ON_DISK], ids=lambda way: way.name)
+@pytest.mark.parametrize(
+    ("way", "work"),
+    [
+        *((ON_DISK, work) for work in FORMATS),
+        *(pytest.param(DRAM, work, marks=pytest.mark.long) for work in FORMATS),
+    ],
+    ids=[f"{way.name} {work}" for way in (ON_DISK, DRAM) for work in FORMATS],
+)
 def test_a_checkpoint_is_written_and_read_in_parts(
     way: Way, work: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
