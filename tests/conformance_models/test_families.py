@@ -26,6 +26,9 @@ SAMPLE = ("bert", "bloom", "codegen", "cohere2", "gemma3_text", "gpt2", "granite
 SLACK = 1.5
 """Another CPU may sum matrix products in another order, which changes the rounding of bf16."""
 
+FP32 = 1e-4
+"""Smallest difference that is recorded, for models that are compared in fp32."""
+
 
 @pytest.mark.parametrize(
     "case",
@@ -39,7 +42,7 @@ def test_a_family_is_right_or_refused(case: str, tmp_path: Path) -> None:
     if wanted.kind == "refused":
         assert found.text == wanted.text
     else:
-        assert _difference(found) <= SLACK * _difference(wanted)
+        assert _difference(found) <= SLACK * max(_difference(wanted), FP32)
         assert _note(found) == _note(wanted)
 
 
