@@ -15,7 +15,7 @@ LAYERS: list[set[str]] = [
     {"_native", "version", "units", "tiers", "io_retries"},
     {"errors", "packed_weights", "roles", "ticket", "durable_files"},
     {"records", "rank_place"},
-    {"lora_options"},
+    {"lora_options", "optimizer_options"},
     {"settings"},
     {"machine"},
     {"memory"},

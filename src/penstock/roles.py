@@ -11,6 +11,7 @@ from penstock.units import round_up
 
 Dtype = Literal["bf16", "fp16", "fp32"]
 Moments = Literal["fp32", "bf16", "int8"]
+OptimizerName = Literal["adamw", "lion", "sgd", "adafactor", "muon"]
 
 SCALE_BLOCK = 256
 """Number of elements that share one base in an int8 moment."""
@@ -54,10 +55,13 @@ class Role(StrEnum):
     `master` (fp16)."""
 
     FIRST = "first"
-    """The optimizer's first moment."""
+    """The optimizer's first moment: an average of gradients, or the momentum. Adafactor has none,
+    and neither has SGD without momentum."""
 
     SECOND = "second"
-    """The optimizer's second moment."""
+    """The optimizer's second moment: an average of squared gradients. Lion and SGD have none. Muon
+    has one of the tensors that AdamW updates, and Adafactor has one of rows and columns
+    (`second_moment_elements`)."""
 
     GRADIENT = "gradient"
     """The gradient, from backward until the optimizer sweep consumes it."""
@@ -105,6 +109,12 @@ class Formats:
     accumulates: bool = False
     """Whether more is added to a stored gradient, which is stored in fp32 then."""
 
+    optimizer: OptimizerName = "adamw"
+    """The optimizer, which decides which moments there are."""
+
+    momentum: bool = False
+    """Whether SGD stores its momentum."""
+
     @property
     def weight_format(self) -> WeightFormat:
         """The format of weights and master weights."""
@@ -117,10 +127,22 @@ class Formats:
 
     def has(self, role: Role) -> bool:
         """Return whether a trainable parameter has this role at all."""
-        return role is not Role.MASTER or self.weight_format.master > 0
+        match role:
+            case Role.MASTER:
+                return self.weight_format.master > 0
+            case Role.FIRST if self.optimizer == "sgd":
+                return self.momentum
+            case Role.FIRST:
+                return self.optimizer != "adafactor"
+            case Role.SECOND:
+                return self.optimizer not in ("lion", "sgd")
+            case _:
+                return True
 
     def nbytes(self, role: Role, elements: int) -> int:
         """Return the bytes of `elements` elements, without padding."""
+        if not self.has(role):
+            return 0
         if role in (Role.FIRST, Role.SECOND) and self.moments == "int8":
             return elements + BASE_NBYTES * (round_up(elements, SCALE_BLOCK) // SCALE_BLOCK)
         return elements * self._width(role)
@@ -142,5 +164,8 @@ class Formats:
 
     @property
     def per_parameter(self) -> float:
-        """Bytes per trainable parameter over all roles: 14 with bf16 weights and fp32 moments."""
+        """Bytes per trainable parameter over all roles: 14 with AdamW in bf16 with fp32 moments.
+
+        Muon and Adafactor need less: their second moments have fewer elements than the parameters.
+        """
         return sum(self.nbytes(role, SCALE_BLOCK) for role in TRAINED) / SCALE_BLOCK

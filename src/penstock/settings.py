@@ -21,9 +21,10 @@ from typing import Any, Literal, Self, get_args, get_origin, get_type_hints
 from penstock.durable_files import replace_file
 from penstock.errors import RecordError, SettingsError
 from penstock.lora_options import LoraOptions
+from penstock.optimizer_options import DEFAULTS, check_known, check_values
 from penstock.packed_weights import Quantization
 from penstock.records import Json, from_json, to_json
-from penstock.roles import Dtype, Moments
+from penstock.roles import Dtype, Moments, OptimizerName
 
 RUN_FILE = "run.yaml"
 """Name of the file in the output directory that records the settings of a run."""
@@ -210,8 +211,19 @@ class ScheduleSettings:
     warmup: float = option(
         "Warmup length: a fraction of all steps if below 1, otherwise a number of steps.", 0.03
     )
-    betas: tuple[float, ...] = option("AdamW betas.", (0.9, 0.95))
-    weight_decay: float = option("AdamW weight decay; norms and biases are not decayed.", 0.1)
+    optimizer: OptimizerName = option(
+        "The optimizer. `muon` updates the matrices of layers, and AdamW everything else.", "adamw"
+    )
+    betas: tuple[float, ...] = option(
+        "Betas of AdamW, Lion and Muon's AdamW (default: 0.9,0.95; 0.9,0.99 for Lion).", ()
+    )
+    momentum: float | None = option(
+        "Momentum of SGD (default: 0, which needs no memory) and Muon (default: 0.95).", None
+    )
+    nesterov: bool | None = option(
+        "Use Nesterov momentum (default: off for SGD, on for Muon).", None
+    )
+    weight_decay: float = option("Weight decay; norms and biases are not decayed.", 0.1)
     clip: float = option("Maximum gradient norm; 0 disables clipping.", 1.0)
     label_smoothing: float = option(
         "Share of each target's probability that is spread over the whole vocabulary, e.g. 0.1; "
@@ -255,10 +267,12 @@ class ScheduleSettings:
         )
         if self.steps is not None and self.epochs is not None:
             raise SettingsError("steps", "cannot be combined with epochs; give one of them")
-        pair = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
+        pair = len(self.betas) in (0, 2) and all(0 <= beta < 1 for beta in self.betas)
         _refuse(
             "betas", not pair, "must be two numbers of at least 0 and below 1", list(self.betas)
         )
+        if self.momentum is not None:
+            _require_at_least(self, momentum=0)
         digits = self.micro_batch.isascii() and self.micro_batch.isdigit()
         # Python refuses to convert thousands of digits.
         short = len(self.micro_batch) <= len(str(LARGEST_BATCH))
@@ -278,9 +292,18 @@ class ScheduleSettings:
         return None if self.micro_batch == "auto" else int(self.micro_batch)
 
     @property
-    def adamw(self) -> dict[str, Any]:
-        """Hyperparameters of AdamW, as keyword arguments of the optimizer."""
-        return {"lr": self.lr, "betas": self.betas, "weight_decay": self.weight_decay}
+    def optimizer_options(self) -> dict[str, Any]:
+        """Values of all options of the optimizer.
+
+        Raises SettingsError for options that the optimizer does not have, or that exclude each
+        other.
+        """
+        given = {"betas": self.betas or None, "momentum": self.momentum, "nesterov": self.nesterov}
+        set_here = {name: value for name, value in given.items() if value is not None}
+        check_known(self.optimizer, set_here)
+        options = {"lr": self.lr, **DEFAULTS[self.optimizer], "weight_decay": self.weight_decay}
+        check_values(self.optimizer, options | set_here)
+        return options | set_here
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -306,7 +329,7 @@ class MemorySettings:
         (),
     )
     moments: Moments = option(
-        "Storage format of the AdamW moments: fp32 is exact; bf16 and int8 use less memory.",
+        "Storage format of the optimizer's moments: fp32 is exact; bf16 and int8 use less memory.",
         "fp32",
     )
     store_checksums: bool = option(
@@ -485,8 +508,17 @@ TYPES: Mapping[str, Any] = {
 """Type of each field, by the field's name."""
 
 AFFECTS_RESULT = (
-    *("context", "batch", "moments", "lr", "min_lr", "schedule", "decay", "warmup", "betas"),
-    *("weight_decay", "clip", "label_smoothing", "neftune_noise_alpha"),
+    *("context", "batch", "moments", "lr", "min_lr", "schedule", "decay", "warmup"),
+    *(
+        "optimizer",
+        "betas",
+        "momentum",
+        "nesterov",
+        "weight_decay",
+        "clip",
+        "label_smoothing",
+        "neftune_noise_alpha",
+    ),
     *("dtype", "freeze", "model_config", "deterministic", "seed", "overlong", "on_nonfinite"),
     *("columns", "data_weights", "lora", "quantize"),
 )

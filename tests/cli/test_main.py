@@ -37,6 +37,7 @@ FLAGS = {
         *{"--no-deterministic", "--config", "--data", "--overlong", "--skip-bad-lines", "--cache"},
         *{"--eval-split", "--epochs", "--seed", "--data-weights", "--columns", "--streaming"},
         *{"--label-smoothing", "--neftune-noise-alpha", "--lora", "--quantize"},
+        *{"--optimizer", "--momentum"},
     },
     "merge": {"directory", "--into", "--base", "--trust-remote-code", "--json", "--help"},
     "check": {"directory", "--json", "--help"},
@@ -44,10 +45,12 @@ FLAGS = {
     "fit": {
         *{"models", "--context", "--batch", "--micro-batch", "--dtype", "--hbm", "--dram", "--cxl"},
         *{"--nvme", "--moments", "--machine", "--json", "--help", "--gpus", "--transport"},
+        *{"--optimizer", "--momentum"},
     },
     "train": {
         *{"model", "--data", "--out", "--context", "--batch", "--epochs", "--steps"},
         *{"--micro-batch", "--hbm", "--dram", "--cxl", "--nvme", "--moments", "--plan", "--lr"},
+        *{"--optimizer", "--momentum", "--nesterov", "--no-nesterov"},
         *{"--schedule", "--warmup", "--betas", "--weight-decay", "--clip", "--dtype", "--freeze"},
         *{"--model-config", "--init", "--revision", "--trust-remote-code", "--eval-data"},
         *{"--eval-split", "--eval-every", "--sample-prompts", "--sample-new", "--overlong"},

@@ -157,6 +157,8 @@ def state_of(engine: Engine) -> dict[str, torch.Tensor]:
     for block in engine.inventory.blocks:
         for tensor in block.tensors:
             for role in trained if tensor.trainable else (Role.WEIGHT,):
+                if engine.access.state_shape(tensor.name, role) == (0,):
+                    continue  # Muon has no second moments of matrices
                 state[f"{tensor.name} {role}"] = whole(engine, tensor.name, role)
                 if engine.access.has_bases and role in (Role.FIRST, Role.SECOND):
                     state[f"{tensor.name} {role} bases"] = whole(engine, tensor.name, role, True)

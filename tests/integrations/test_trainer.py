@@ -68,6 +68,7 @@ CASES: dict[str, dict[str, Any]] = {
     "sampling by length": {"train_sampling_strategy": "group_by_length"},
     "logs every third step": {"logging_steps": 3},
     "tokens seen": {"include_num_input_tokens_seen": "all"},
+    "sgd": {"optim": "sgd", "optim_args": "momentum=0.9", "learning_rate": 0.1},
 }
 
 

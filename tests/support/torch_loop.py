@@ -19,7 +19,9 @@ Part = Mapping[str, torch.Tensor]
 
 
 class TorchLoop:
-    """Train the unmodified `transformers` model with torch's AdamW on fp32 master weights.
+    """Train the unmodified `transformers` model with a torch optimizer on fp32 master weights.
+
+    It is AdamW, unless `make_optimizer` makes another one from param groups and settings.
 
     `lr_of`, if given, returns the learning rate for a step (from 0) and a number of dimensions.
     Without it, a torch scheduler may change the rates of `optimizer`.
@@ -38,6 +40,7 @@ class TorchLoop:
         loss_scale: float = 1.0,
         label_smoothing: float = 0.0,
         before_micro_batch: Callable[[int, int], None] = lambda step, micro: None,
+        make_optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
     ) -> None:
         self.model, self.micro_batch, self.clip, self.loss_scale = (
             model, micro_batch, clip, loss_scale,
@@ -52,7 +55,7 @@ class TorchLoop:
         matrices = [p for p in self.masters.values() if p.dim() >= 2]
         vectors = [p for p in self.masters.values() if p.dim() < 2]
         groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW([g for g in groups if g["params"]], **settings)
+        self.optimizer = make_optimizer([g for g in groups if g["params"]], **settings)
         self.steps = 0
         self.grad_norm = float("nan")
 

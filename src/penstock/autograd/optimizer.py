@@ -11,7 +11,7 @@ from torch import nn
 from penstock.autograd.parameters import Gradients
 from penstock.engine.engine import Engine
 from penstock.engine.initial_weights import set_weights
-from penstock.engine.optimizer import Grouping, StreamedAdamW
+from penstock.engine.optimizer import Grouping, StreamedOptimizer
 from penstock.errors import EngineError
 from penstock.machine.limits import host_memory
 from penstock.machine.sysfs import System
@@ -22,8 +22,8 @@ STATE_NBYTES = 12
 fp32."""
 
 
-class StreamedModelOptimizer(StreamedAdamW):
-    """AdamW over the parameters of a streamed model."""
+class StreamedModelOptimizer(StreamedOptimizer):
+    """The optimizer over the parameters of a streamed model."""
 
     def __init__(
         self, engine: Engine, gradients: Gradients, settings: Mapping[str, Any],

@@ -14,7 +14,7 @@ from penstock.plan.budget import Budget
 from penstock.plan.plan import Plan
 from penstock.plan.workload import CallerLoss
 from penstock.rank_place import RankPlace
-from penstock.roles import WEIGHT_FORMATS, Dtype
+from penstock.roles import WEIGHT_FORMATS, Dtype, OptimizerName
 from penstock.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def stream(
     loss_memory: int | str | None = None,
     plan: Plan | None = None,
     machine: Machine | None = None,
-    optimizer: Mapping[str, Any] | None = None,
+    optimizer: OptimizerName | Mapping[str, Any] | None = None,
     param_groups: Grouping | None = None,
     compiled: bool | None = None,
     device: str | None = None,
@@ -68,7 +68,7 @@ def stream(
             `2GiB`. By default, enough for the logits of all tokens and their gradients.
         plan: Plan to follow; by default, the best plan for the budgets.
         machine: Machine to plan for. By default, this one.
-        optimizer: AdamW hyperparameters `lr`, `betas`, `eps` and `weight_decay`.
+        optimizer: Name of the optimizer, or its options; see `penstock.prepare`.
         param_groups: Function from named parameters to parameter groups; see `penstock.prepare`.
         compiled: Compile layers and use Penstock's own kernels. By default, if the GPU runs them.
         device: `cpu` or `cuda`. By default, the GPU if there is one.

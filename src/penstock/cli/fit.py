@@ -13,6 +13,7 @@ from rich.table import Table
 from penstock.cli.flags import keyword, set_parameters, settings_from_flags, settings_parameters
 from penstock.cli.output import AsJson, print_errors, print_json, progress_bar
 from penstock.model.known_models import KNOWN_MODELS
+from penstock.optimizer_options import TITLES
 from penstock.planner import QUICK, PlannerCache, PlanResult, find_plan
 from penstock.planner.resource_names import bound_by
 from penstock.probe.machine_choice import TargetMachine, machine_to_plan_for
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 SETTINGS = (
     *("batch", "micro_batch", "dtype", "gpus", "transport"),
-    *("hbm", "dram", "cxl", "nvme", "moments"),
+    *("hbm", "dram", "cxl", "nvme", "moments", "optimizer", "momentum"),
 )
 """Settings that the command takes."""
 
@@ -172,9 +173,10 @@ def _explanation(rows: Sequence[FitRow], settings: Settings, *, fixed_batch: boo
     """Say what the figures are, and what to try if something does not fit."""
     gpus = settings.memory.gpus
     batch = "" if fixed_batch else f", {gpus * TOKENS:,} tokens per step"
+    optimizer = TITLES[settings.schedule.optimizer]
     text = (
-        f"Full fine-tuning with AdamW{batch}. Peak memory{' of one rank' if gpus > 1 else ''}, in "
-        f"GiB, and step times are predictions; "
+        f"Full fine-tuning with {optimizer}{batch}. Peak memory"
+        f"{' of one rank' if gpus > 1 else ''}, in GiB, and step times are predictions; "
         f"docs/planner.md states their error. `penstock plan MODEL` plans one model exactly."
     )
     if any(row.request is not None and row.result is None for row in rows):

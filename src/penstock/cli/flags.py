@@ -131,8 +131,8 @@ def _parameter(field: dataclasses.Field[Any], check_choices: bool) -> inspect.Pa
     kind, metavar = _flag_type(field.name, TYPES[field.name], check_choices)
     name = flag_name(field.name)
     flag: Any = typer.Option(
-        # A setting that is on by default needs a second flag to switch it off.
-        f"{name}/--no-{name[2:]}" if field.default is True else name,
+        # A setting that is on by default, or may be, needs a second flag to switch it off.
+        f"{name}/--no-{name[2:]}" if _may_be_on(field) else name,
         help=help_,
         metavar=metavar,
         show_default=_shown_default(field),
@@ -153,6 +153,11 @@ def _flag_type(name: str, hint: Any, check_choices: bool) -> tuple[Any, str | No
     if get_origin(kind) is Literal and not check_choices:
         return str, f"[{'|'.join(get_args(kind))}]"
     return kind, None
+
+
+def _may_be_on(field: dataclasses.Field[Any]) -> bool:
+    """Return whether a setting can be on without a flag."""
+    return field.default is True or (field.default is None and bool in get_args(TYPES[field.name]))
 
 
 def _shown_default(field: dataclasses.Field[Any]) -> str | bool:

@@ -51,7 +51,7 @@ SETTINGS = (
     *("data", "data_weights", "columns", "streaming", "skip_bad_lines", "cache"),
     *("context", "overlong", "eval_split"),
     *("batch", "micro_batch", "epochs", "steps", "clip", "deterministic", "seed"),
-    *("label_smoothing", "neftune_noise_alpha"),
+    *("label_smoothing", "neftune_noise_alpha", "optimizer", "momentum"),
     *("hbm", "dram", "cxl", "nvme", "moments", "transport"),
 )
 """Settings that a plan depends on. `--gpus` is a flag of its own: it takes several numbers."""

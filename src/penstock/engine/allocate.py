@@ -23,6 +23,7 @@ from penstock.engine.held_blocks import HeldBlocks
 from penstock.engine.hidden_states import HiddenStates
 from penstock.engine.program import Buffers, Program, compile_program
 from penstock.engine.spans import WeightSlots
+from penstock.engine.tensor_updates import TensorUpdates
 from penstock.engine.tier_memory import StoreSettings, TierMemory
 from penstock.engine.transport import Transport
 from penstock.errors import PlanError
@@ -44,6 +45,7 @@ from penstock.plan.build_schedule import (
 from penstock.plan.placement import Placement
 from penstock.plan.plan import Plan
 from penstock.plan.schedule import Schedule
+from penstock.plan.update_workspace import UpdateWorkspace
 from penstock.roles import EXTENT
 from penstock.storage.store import Store
 from penstock.tiers import Tier
@@ -74,6 +76,8 @@ class EngineMemory:
     """Per lane that copies between the device and NVMe, its pair of host buffers."""
     sweep_pool: Pool
     """Threads of the CPU sweep."""
+    updates: TensorUpdates | None
+    """Updates of whole tensors; None if the optimizer works element by element."""
 
     @contextlib.contextmanager
     def gradient_buffers_released(self) -> Iterator[int]:
@@ -97,6 +101,7 @@ class EngineMemory:
         self.hidden.release()
         self.gradients.start_step()
         self.gradient_pool = self.staging = torch.empty(0, dtype=torch.uint8)
+        self.updates = None
         self.pipes.clear()
         self.device.limit_memory(None)
 
@@ -226,6 +231,7 @@ def allocate(
         compiled = plan.workload.numerics.compiled
         dequantized = DequantizedWeights(inventory, tiers.formats, device, compiled=compiled)
         staging, pipes = _allocate_staging(plan, inventory, programs, tiers)
+        workspace = UpdateWorkspace.of(inventory, plan.workload)
         return EngineMemory(
             device=device,
             ranks=ranks,
@@ -244,6 +250,7 @@ def allocate(
             staging=staging,
             pipes=pipes,
             sweep_pool=sweep_pool,
+            updates=None if workspace is None else TensorUpdates(inventory, device, workspace),
         )
     except BaseException:
         if tiers is not None:

@@ -50,7 +50,7 @@ from penstock.engine.expert_load import ExpertLoad
 from penstock.engine.gradient_buffers import GradientBuffers
 from penstock.engine.gradients import NO_GRADIENT, round_gradients
 from penstock.engine.loss import ChunkedLoss, LossFunction, LossScale, TokenValues
-from penstock.engine.optimizer import Grouping, StreamedAdamW
+from penstock.engine.optimizer import Grouping, StreamedOptimizer
 from penstock.engine.pending_update import PendingUpdate, draw_keys
 from penstock.engine.rank_agreement import all_or_none, gather_tensors
 from penstock.engine.rank_exchange import RankExchange, own_report
@@ -72,16 +72,23 @@ from penstock.engine.tensor_access import TensorAccess
 from penstock.engine.tier_memory import StoreSettings
 from penstock.engine.transfer import Mover
 from penstock.engine.transport import SingleRank, Transport, check_ranks
-from penstock.errors import BatchError, EngineError, EngineStateError, NonFiniteLossError
+from penstock.errors import (
+    BatchError,
+    EngineError,
+    EngineStateError,
+    NonFiniteLossError,
+    SettingsError,
+)
 from penstock.memory.process import peak_resident_nbytes, resident_nbytes
 from penstock.model.inventory import Inventory
 from penstock.model.live_model import LiveModel
 from penstock.model.split import MicroBatch, SplitModel
 from penstock.optim.norms import GradStats, clip_scale
+from penstock.optimizer_options import check_values
 from penstock.plan.placement_index import PlacementIndex
 from penstock.plan.plan import Plan
 from penstock.records import Json
-from penstock.roles import Dtype, Moments
+from penstock.roles import Dtype, Moments, OptimizerName
 from penstock.tiers import Tier
 
 SWEEP_NICE = 10
@@ -104,7 +111,7 @@ class EngineSettings:
     """Settings of an engine that are not part of the plan or its workload."""
 
     optimizer: Mapping[str, Any]
-    """Options of AdamW that differ from `optimizer.DEFAULTS`."""
+    """Options of the workload's optimizer that differ from `optimizer_options.DEFAULTS`."""
     grouping: Grouping
     """Makes the param groups."""
     loss: LossFunction | None = None
@@ -168,6 +175,12 @@ class EngineState:
     dtype: Dtype
     moments: Moments
 
+    optimizer: OptimizerName = "adamw"
+    """The optimizer. Checkpoints of earlier versions do not say so."""
+
+    momentum: bool = False
+    """Whether SGD stores its momentum."""
+
     loss_scale: float = 1.0
     good_steps: int = 0
     """Number of steps since the loss scale last changed."""
@@ -189,6 +202,8 @@ class EngineState:
             seed=engine.settings.seed,
             dtype=engine.workload.dtype,
             moments=engine.workload.moments,
+            optimizer=engine.workload.optimizer,
+            momentum=engine.workload.momentum,
             loss_scale=engine.scale.value,
             good_steps=engine.scale.good_steps,
             groups=[_group_record(engine, group) for group in engine.optimizer.param_groups],
@@ -207,6 +222,8 @@ class EngineState:
         """Raise EngineStateError unless the engine can continue from this state."""
         for name, now in (
             ("fingerprint", engine.inventory.fingerprint),
+            ("optimizer", engine.workload.optimizer),
+            ("momentum", engine.workload.momentum),
             ("dtype", engine.workload.dtype),
             ("moments", engine.workload.moments),
             ("seed", engine.settings.seed),
@@ -221,7 +238,7 @@ class EngineState:
         if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
             raise EngineStateError("groups", "must be a list of objects {...}")
         for number, (group, current) in enumerate(zip(groups, records_now, strict=False)):
-            _check_group(f"groups[{number}]", group, current)
+            _check_group(f"groups[{number}]", engine.optimizer.kind, group, current)
         if [group.get("params") for group in groups] != [now["params"] for now in records_now]:
             raise EngineStateError(
                 "groups",
@@ -234,19 +251,24 @@ class EngineState:
         engine.scale.value, engine.scale.good_steps = self.loss_scale, self.good_steps
         groups: Any = self.groups
         for group, saved in zip(engine.optimizer.param_groups, groups, strict=True):
-            settings = {k: v for k, v in saved.items() if k != "params"}
-            group.update(settings | {"betas": tuple(settings["betas"])})
+            for name, value in saved.items():
+                if name != "params":
+                    group[name] = tuple(value) if isinstance(value, list) else value
 
 
-def _check_group(where: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def _check_group(
+    where: str, kind: OptimizerName, saved: Mapping[str, Any], now: Mapping[str, Any]
+) -> None:
     """Raise EngineStateError unless all hyperparameters are there and of the right type."""
     for name, value in now.items():
         found: Any = saved.get(name)
         pairs = zip(found, value, strict=True) if _are_lists(found, value) else [(found, value)]
         if name != "params" and not all(_is_alike(one, other) for one, other in pairs):
             raise EngineStateError(f"{where}.{name}", f"must be like {value}, got {found!r:.60}")
-        if name == "betas" and not all(0 <= beta < 1 for beta in found):
-            raise EngineStateError(f"{where}.{name}", f"must be from 0 to below 1, got {found}")
+    try:
+        check_values(kind, saved)
+    except SettingsError as wrong:
+        raise EngineStateError(f"{where}.{wrong.field}", wrong.problem) from None
 
 
 def _are_lists(one: object, other: object) -> bool:
@@ -327,7 +349,7 @@ class Engine:
         self.plan, self.inventory, self.workload = plan, inventory, plan.workload
         self.settings, self.ranks = settings, ranks
         self.split_model, self.device = split_model, device
-        self.optimizer = StreamedAdamW(self, settings.optimizer, settings.grouping)
+        self.optimizer = StreamedOptimizer(self, settings.optimizer, settings.grouping)
         self._programs = Programs.of(plan, inventory)
         nice = SWEEP_NICE if self.on_gpu else 0
         pool = sweep_pool(plan, ranks.rank, settings.sweep_threads, nice=nice)
@@ -474,7 +496,7 @@ class Engine:
     def apply(self, tensor_scales: Mapping[str, float] | None = None) -> None:
         """Apply an optimizer update with the gradients that were computed.
 
-        Learning rate, betas, weight decay, step number and clipping scale are fixed now. The sweeps
+        The options of the optimizer, step number and clipping scale are fixed now. The sweeps
         that carry the update out run during the next forward pass, or in `finish`. Raises
         LossScaleError if fp16 overflows in every step, although the loss scale is at its minimum.
         `tensor_scales` are factors of the gradients of single tensors, by name.
@@ -504,9 +526,10 @@ class Engine:
         self._weights_version += 1
         # The sweeps multiply gradients by `factor`, so clipping costs no pass of its own.
         self._pending = PendingUpdate(
-            "adamw",
+            self.optimizer.rule,
             self.optimizer.coefficients(self.steps, factor, tensor_scales),
             draw_keys(self.inventory, self.settings.seed, self.steps),
+            whole=self.optimizer.whole_updates(self.steps, factor, tensor_scales),
         )
         self.scale.note_good_step()
         if not self._computes_loss:  # the caller may look at the head's weights right away

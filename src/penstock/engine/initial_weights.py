@@ -68,7 +68,7 @@ def set_master(
 
 
 def clear_moments(access: TensorAccess, block: int) -> None:
-    """Set both moments of a block to zero."""
+    """Set the moments of a block to zero."""
     for role in (Role.FIRST, Role.SECOND):
         access.clear(block, role)
 

@@ -5,43 +5,38 @@ Its parameters have names and shapes but no memory: the values live in tiers and
 (`optim/rules.py` computes the coefficients, `optim/sweep.py` applies them). The docstring of
 `penstock.optim` explains how to add an optimizer for parameters in host memory.
 
-The engine trains with AdamW only. AdamW's two moments and its hyperparameters are built into roles,
-plan, checkpoints and settings:
+To add one to the engine as well:
 
-- `roles`: every trained parameter has the roles `FIRST` and `SECOND`. `STATE`, `TRAINED` and
-  `Formats` include both, and through them the planner, the transfers and the memory of each tier.
-- `plan.workload`: `Workload.optimizer` has the single value `adamw`.
-- `settings`: `betas`, `weight_decay`, `moments` and `ScheduleSettings.adamw`. `engine.prepare`
-  takes the hyperparameters of AdamW.
-- This module: `DEFAULTS`, `StreamedAdamW.coefficients`, and the keys `exp_avg` and `exp_avg_sq` of
-  its state dict.
-- `engine.engine`: it makes a `StreamedAdamW`, `Engine.apply` starts the rule `adamw`, and
-  `EngineState.restore` expects `betas` in every parameter group.
-- `engine.state_view`, `engine.initial_weights`, `engine.pending_update`: they read, clear and sweep
-  both moments.
-- `engine.state_io`: the tensors `<name>.first` and `<name>.second` in checkpoints.
-- `optim.sweep_benchmark`: the probe measures AdamW, and plans use its rates.
+- `roles`: add its name to `OptimizerName`, and let `Formats.has` say which moments it has.
+- `optimizer_options`: add the defaults of its options, and check their values.
+- `plan.workload`: refuse moment formats that it does not support.
+- This module: add its coefficients to `_coefficients`.
+- `engine.state_view`: add the names of its moments to `STATE_KEYS`.
+- `tests/equivalence/test_optimizers.py`: compare its bits under several plans, and its losses with
+  plain torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from penstock.engine.state_view import StateView
-from penstock.errors import SweepInputError
-from penstock.model.inventory import Inventory
+from penstock.errors import SettingsError, SweepInputError
+from penstock.model.inventory import Inventory, is_muon_matrix
 from penstock.optim import rules
-from penstock.optim.rules import Coefficients
+from penstock.optim.rules import Coefficients, RuleName
+from penstock.optim.tensor_rules import AdafactorUpdate, MuonUpdate, TensorUpdate
+from penstock.optimizer_options import DEFAULTS, WHOLE_TENSOR, check_known, check_values
+from penstock.plan.workload import Workload
+from penstock.roles import OptimizerName
 from penstock.settings import ScheduleSettings
 
 Grouping = Callable[[Iterable[tuple[str, nn.Parameter]]], Sequence[dict[str, Any]]]
 """Makes param groups, in the form torch's optimizers take, from named parameters."""
-
-DEFAULTS: dict[str, Any] = {**ScheduleSettings().adamw, "eps": 1e-8}
 
 
 def decay_matrices(named: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
@@ -62,6 +57,7 @@ class Updates(Protocol):
     """The part of an engine that its optimizer uses."""
 
     inventory: Inventory
+    workload: Workload
     steps: int
     skipped: bool
 
@@ -71,8 +67,8 @@ class Updates(Protocol):
     def apply(self) -> None: ...
 
 
-class StreamedAdamW(torch.optim.Optimizer):
-    """AdamW over tiers. `step` fixes the update; the sweeps that apply it run later."""
+class StreamedOptimizer(torch.optim.Optimizer):
+    """An optimizer over tiers. `step` fixes the update; the sweeps that apply it run later."""
 
     def __init__(
         self,
@@ -81,13 +77,10 @@ class StreamedAdamW(torch.optim.Optimizer):
         grouping: Grouping,
         named: Mapping[str, nn.Parameter] | None = None,
     ) -> None:
-        unknown = set(settings) - set(DEFAULTS)
-        if unknown:
-            raise SweepInputError(
-                "optimizer",
-                f"has no option {', '.join(sorted(unknown))}; its options are "
-                f"{', '.join(DEFAULTS)}",
-            )
+        self.kind: OptimizerName = engine.workload.optimizer
+        """Name of the optimizer."""
+        check_known(self.kind, settings)
+        defaults = {"lr": ScheduleSettings().lr, **DEFAULTS[self.kind], **settings}
         named = named or {
             t.name: nn.Parameter(torch.empty(t.shape, device="meta"))
             for block in engine.inventory.blocks
@@ -96,9 +89,13 @@ class StreamedAdamW(torch.optim.Optimizer):
         }
         self._names = {id(parameter): name for name, parameter in named.items()}
         self._engine = engine
+        self._whole = whole_tensors(engine.inventory, self.kind)
         groups = [g for g in grouping(named.items()) if list(g["params"])]
-        super().__init__(groups, {**DEFAULTS, **settings})
+        super().__init__(groups, defaults)
         self._check_all_grouped(named)
+        for group in self.param_groups:
+            check_values(self.kind, group)
+        self._check_momentum()
 
     def _check_all_grouped(self, named: Mapping[str, nn.Parameter]) -> None:
         grouped = {id(p) for group in self.param_groups for p in group["params"]}
@@ -108,30 +105,55 @@ class StreamedAdamW(torch.optim.Optimizer):
                     name, "is in no param group; add it to a group, or freeze the parameter"
                 )
 
+    def _check_momentum(self) -> None:
+        """Raise SettingsError unless the plan has memory for SGD's momentum if there is one."""
+        stored = self._engine.workload.momentum
+        largest = max((group.get("momentum", 0.0) for group in self.param_groups), default=0.0)
+        if self.kind == "sgd" and stored != (largest > 0):
+            has, hint = "memory", "set a momentum, or make a plan without one"
+            if not stored:
+                has, hint = "no memory", "set one for the whole run, and 0 in groups without it"
+            raise SettingsError("momentum", f"is {largest}, but the plan has {has} for it; {hint}")
+
     def name_of(self, parameter: torch.Tensor) -> str:
         return self._names[id(parameter)]
+
+    @property
+    def rule(self) -> RuleName:
+        """The rule of tensors that are updated element by element."""
+        return self.kind if self.kind in ("lion", "sgd") else "adamw"
 
     def coefficients(
         self, step: int, scale: float, tensor_scales: Mapping[str, float] | None = None
     ) -> dict[str, Coefficients]:
-        """Return each tensor's coefficients for optimizer step number `step`.
+        """Return the coefficients for step number `step`, of tensors updated element by element.
 
         `scale` multiplies all gradients, and `tensor_scales` those of single tensors in addition.
         They are copies: later changes to the param groups do not affect a pending update.
         """
-        coefficients = {}
+        scales = tensor_scales or {}
+        return {
+            name: _coefficients(self.rule, group, step, scale * scales.get(name, 1.0))
+            for name, group in self._grouped(whole=False)
+        }
+
+    def whole_updates(
+        self, step: int, scale: float, tensor_scales: Mapping[str, float] | None = None
+    ) -> dict[str, TensorUpdate]:
+        """Return the updates for step number `step`, of tensors that are updated as a whole."""
+        scales = tensor_scales or {}
+        return {
+            name: _whole_update(self.kind, group, step, scale * scales.get(name, 1.0))
+            for name, group in self._grouped(whole=True)
+        }
+
+    def _grouped(self, *, whole: bool) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """Yield the names of tensors, and the param group of each."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 name = self._names[id(parameter)]
-                coefficients[name] = rules.adamw(
-                    step=step,
-                    lr=float(group["lr"]),
-                    betas=group["betas"],
-                    eps=group["eps"],
-                    weight_decay=group["weight_decay"],
-                    scale=scale * (tensor_scales or {}).get(name, 1.0),
-                )
-        return coefficients
+                if (name in self._whole) == whole:
+                    yield name, group
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Apply the update with the gradients of the last `forward_backward`."""
@@ -145,25 +167,24 @@ class StreamedAdamW(torch.optim.Optimizer):
         return self._engine.skipped
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state in the form of torch's AdamW, in fp32 on the host.
+        """Return the state in the form of torch's optimizer of that name, in fp32 on the host.
 
-        The moments need 8 bytes of host memory per parameter. To save a checkpoint, use
+        Each moment needs 4 bytes of host memory per parameter. To save a checkpoint, use
         `engine.write`, which needs no such memory.
         """
         packed = super().state_dict()
         parameters = [p for group in self.param_groups for p in group["params"]]
         state = self._engine.state
         for number, parameter in enumerate(parameters):
-            tensors = state[self.name_of(parameter)]
-            packed["state"][number] = {
-                "step": torch.tensor(float(self._engine.steps)),
-                "exp_avg": tensors["exp_avg"],
-                "exp_avg_sq": tensors["exp_avg_sq"],
-            }
+            moments = state.moments(self.name_of(parameter))
+            packed["state"][number] = {"step": torch.tensor(float(self._engine.steps)), **moments}
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a `state_dict` of this class, or of torch's AdamW over the same parameters."""
+        """Load a `state_dict` of this class, or of torch's optimizer over the same parameters.
+
+        The state of torch's SGD and Muon does not say how many steps were made: it counts as one.
+        """
         super().load_state_dict({**state_dict, "state": {}})
         parameters = [p for group in self.param_groups for p in group["params"]]
         states = state_dict["state"]
@@ -171,7 +192,7 @@ class StreamedAdamW(torch.optim.Optimizer):
             return
         named = {self.name_of(p): states[number] for number, p in enumerate(parameters)}
         self._engine.state.write_moments(named)
-        self._engine.steps = int(next(iter(named.values()))["step"])
+        self._engine.steps = int(next(iter(named.values())).get("step", 1))
 
     def note_step(self) -> None:
         """Record that a step was made: LR schedulers warn if they are called before the first."""
@@ -179,3 +200,55 @@ class StreamedAdamW(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do nothing: `step` consumes the gradients."""
+
+
+def whole_tensors(inventory: Inventory, kind: OptimizerName) -> frozenset[str]:
+    """Return the names of tensors that an optimizer updates as a whole."""
+    if kind not in WHOLE_TENSOR:
+        return frozenset()
+    return frozenset(
+        tensor.name
+        for block in inventory.blocks
+        for tensor in block.tensors
+        if tensor.trainable and (kind != "muon" or is_muon_matrix(block, tensor))
+    )
+
+
+def _whole_update(
+    kind: OptimizerName, group: Mapping[str, Any], step: int, scale: float
+) -> TensorUpdate:
+    """Return the update of a tensor as a whole, from the options of its param group."""
+    lr, decay = float(group["lr"]), group["weight_decay"]
+    if kind == "muon":
+        return MuonUpdate(
+            scale=scale, lr=lr, weight_decay=decay, momentum=group["momentum"],
+            nesterov=group["nesterov"], ns_steps=group["ns_steps"],
+            adjust_lr_fn=group["adjust_lr_fn"],
+        )  # fmt: skip
+    return AdafactorUpdate(
+        scale=scale, step=step, lr=lr, weight_decay=decay, beta2_decay=group["beta2_decay"],
+        eps=group["eps"], d=group["d"],
+    )  # fmt: skip
+
+
+def _coefficients(
+    kind: RuleName, group: Mapping[str, Any], step: int, scale: float
+) -> Coefficients:
+    """Return the coefficients of a param group for one step."""
+    lr, decay = float(group["lr"]), group["weight_decay"]
+    match kind:
+        case "adamw":
+            return rules.adamw(
+                step=step, lr=lr, betas=group["betas"], eps=group["eps"], weight_decay=decay,
+                scale=scale,
+            )  # fmt: skip
+        case "lion":
+            return rules.lion(lr=lr, betas=group["betas"], weight_decay=decay, scale=scale)
+        case "sgd":
+            momentum = group["momentum"]
+            return rules.sgd(
+                # torch ignores dampening without momentum.
+                step=step, lr=lr, momentum=momentum, weight_decay=decay,
+                dampening=group["dampening"] if momentum else 0.0,
+                nesterov=group["nesterov"], scale=scale,
+            )  # fmt: skip

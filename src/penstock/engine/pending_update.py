@@ -13,6 +13,7 @@ from penstock.engine.spans import Span
 from penstock.model.inventory import Inventory
 from penstock.optim.rules import Coefficients, RuleName, draw_key
 from penstock.optim.sweep import Segment
+from penstock.optim.tensor_rules import TensorUpdate
 from penstock.roles import Role
 
 
@@ -21,13 +22,18 @@ class PendingUpdate:
     """One optimizer update, and which blocks it has reached."""
 
     rule: RuleName
+    """The rule of all tensors that are updated element by element."""
     coefficients: Mapping[str, Coefficients]
-    """Per tensor, with the clipping scale included."""
+    """Of those tensors, with the clipping scale included."""
     keys: Mapping[str, int]
     """Per tensor, the key of its stochastic rounding."""
     done: set[tuple[int, int | None]] = field(default_factory=set)
     """Blocks and pieces whose sweep has been started. A step that fails waits for its sweeps, so
     after any step they have ended."""
+    whole: Mapping[str, TensorUpdate] = field(default_factory=dict)
+    """Updates of the tensors that are updated as a whole."""
+    updated: set[str] = field(default_factory=set)
+    """Those of them whose update has been issued."""
 
 
 def draw_keys(inventory: Inventory, seed: int, step: int) -> dict[str, int]:
@@ -44,13 +50,14 @@ def make_segments(
     spec = inventory.blocks[block]
     segments = []
     for tensor in spec.tensors:
-        if not tensor.trainable:
+        if not tensor.trainable or tensor.name in pending.whole:
             continue
         offset = spec.offsets(True)[tensor.name]
         low, high = max(start, offset), min(stop, offset + tensor.elements)
         if low >= high:
             continue
         first, second = roles.get(Role.FIRST), roles.get(Role.SECOND)
+        shift = spec.state_offset(Role.SECOND, tensor) - offset
         rest = roles.get(Role.MASTER)  # an fp32 weight is its own master weight
         segments.append(
             Segment(
@@ -60,9 +67,9 @@ def make_segments(
                 weight=roles[Role.WEIGHT].values(low, high),
                 rest=rest.values(low, high) if rest else None,
                 first=first.values(low, high) if first else None,
-                second=second.values(low, high) if second else None,
+                second=second.values(low + shift, high + shift) if second else None,
                 first_base=first.bases(low, high) if first else None,
-                second_base=second.bases(low, high) if second else None,
+                second_base=second.bases(low + shift, high + shift) if second else None,
                 first_index=low - offset,
                 key=pending.keys[tensor.name],
             )

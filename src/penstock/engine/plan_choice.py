@@ -374,6 +374,7 @@ def workload_for(
         tokens, dtype = context * batch, settings.model.dtype
         nbytes = estimate_caller_loss(inventory, tokens=tokens, dtype=dtype)
         caller_loss = replace(caller_loss, nbytes=nbytes)
+    options = schedule.optimizer_options
     numerics = default_numerics(
         inventory,
         context=context,
@@ -387,6 +388,8 @@ def workload_for(
         context=context,
         batch=batch,
         dtype=settings.model.dtype,
+        optimizer=schedule.optimizer,
+        momentum=schedule.optimizer == "sgd" and options["momentum"] > 0,
         moments=settings.memory.moments,
         clip=schedule.clip or None,
         accumulate=accumulate,

@@ -24,6 +24,7 @@ from penstock.engine.plan_choice import (
 from penstock.errors import PlanError, SettingsError, UnsupportedModelError
 from penstock.machine.machine import Machine
 from penstock.model.inventory import Inventory
+from penstock.optimizer_options import check_known, check_values
 from penstock.packed_weights import Quantization
 from penstock.plan.budget import Budget
 from penstock.plan.memory_cache import keep_measured, memory_key
@@ -32,7 +33,7 @@ from penstock.plan.working_memory import WorkingMemory
 from penstock.plan.workload import CallerLoss
 from penstock.probe.machine_choice import this_machine
 from penstock.records import from_json, to_json
-from penstock.roles import Dtype, Moments
+from penstock.roles import Dtype, Moments, OptimizerName
 from penstock.settings import Settings
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class PrepareSettings(TypedDict, total=False):
     dtype: Dtype
     """Type that weights and activations are computed in."""
     moments: Moments
-    """Storage format of the AdamW moments."""
+    """Storage format of the optimizer's moments."""
     clip: float | None
     """Maximum gradient norm; None or 0 for no clipping."""
     steps: int | None
@@ -100,9 +101,13 @@ class PrepareSettings(TypedDict, total=False):
     lr: float
     """Learning rate."""
     betas: tuple[float, float]
-    """AdamW betas."""
+    """Betas of AdamW, Lion and Muon."""
+    momentum: float | None
+    """Momentum of SGD and Muon."""
+    nesterov: bool | None
+    """Whether SGD and Muon use Nesterov momentum."""
     weight_decay: float
-    """AdamW weight decay."""
+    """Weight decay."""
     store_checksums: bool
     """Whether to keep checksums of what is written to NVMe, and to check them on every read."""
     self_check: bool
@@ -122,7 +127,7 @@ def prepare(
     budget: Budget | Mapping[str, Any] | None = None,
     plan: Plan | PlanChoice | None = None,
     machine: Machine | None = None,
-    optimizer: Mapping[str, Any] | None = None,
+    optimizer: OptimizerName | Mapping[str, Any] | None = None,
     param_groups: Grouping | None = None,
     loss: LossFunction | None = None,
     accumulate: bool = False,
@@ -148,7 +153,9 @@ def prepare(
             made for budgets is made again if the rehearsal shows that it is too small; a `Plan` is
             never changed.
         machine: Machine to plan for. By default, this one.
-        optimizer: AdamW hyperparameters `lr`, `betas`, `eps` and `weight_decay`.
+        optimizer: Name of the optimizer, or its options, such as
+            `{"name": "sgd", "lr": 0.1, "momentum": 0.9}`. The options are those of torch's
+            optimizers (`penstock.optimizer_options`). By default, AdamW.
         param_groups: Function from named parameters to parameter groups. By default, matrices are
             decayed, and norms and biases are not.
         loss: Loss function. By default, next-token cross-entropy.
@@ -168,7 +175,7 @@ def prepare(
         **arguments: Settings by name, as `PrepareSettings` describes them: context, batch,
             micro_batch, dtype, moments, clip, steps, lora, quantize, freeze, blocks, deterministic,
             seed, label_smoothing, neftune_noise_alpha, init, model_config, revision,
-            trust_remote_code, lr, betas, weight_decay, store_checksums and
+            trust_remote_code, lr, betas, momentum, nesterov, weight_decay, store_checksums and
             self_check.
 
     Returns:
@@ -185,10 +192,11 @@ def prepare(
             "of them out",
         )
     chosen, load_weights = _settings_with(settings or Settings(), arguments, nonfinite)
+    chosen, optimizer_options = _optimizer_with(chosen, optimizer, plan)
     ranks = SingleRank() if ranks is None else ranks
     chosen = chosen.replace({"gpus": ranks.world})
     options = _EngineOptions(
-        optimizer=chosen.schedule.adamw | dict(optimizer or {}), param_groups=param_groups,
+        optimizer=optimizer_options, param_groups=param_groups,
         loss=loss, store=store, device=device, sweep_threads=sweep_threads,
         load_weights=load_weights, rehearse=rehearse, progress=progress, ranks=ranks,
     )  # fmt: skip
@@ -312,6 +320,35 @@ def _settings_with(
     if nonfinite is not None:
         given["on_nonfinite"] = nonfinite
     return settings.replace(given), load_weights
+
+
+def _optimizer_with(
+    settings: Settings,
+    optimizer: OptimizerName | Mapping[str, Any] | None,
+    plan: Plan | PlanChoice | None,
+) -> tuple[Settings, dict[str, Any]]:
+    """Return the settings with the optimizer of `prepare`'s argument, and all its options."""
+    options = {"name": optimizer} if isinstance(optimizer, str) else dict(optimizer or {})
+    name = options.pop("name", None)
+    if plan is not None:
+        made = plan.plan if isinstance(plan, PlanChoice) else plan
+        planned = made.workload.optimizer
+        if name not in (None, planned):
+            raise PlanError(
+                "workload.optimizer",
+                f"is {planned}, but the optimizer is to be {name}; make a plan for it, or leave "
+                f"the optimizer out",
+            )
+        name = planned
+    if name is not None:
+        settings = settings.replace({"optimizer": name})
+    check_known(settings.schedule.optimizer, options)
+    # These decide how much memory is planned; the others are options of parameter groups alone.
+    planned_by = {n: options[n] for n in ("momentum", "nesterov") if n in options}
+    settings = settings.replace(planned_by)
+    options = settings.schedule.optimizer_options | options
+    check_values(settings.schedule.optimizer, options)
+    return settings, options
 
 
 def choose_plan(

@@ -235,7 +235,10 @@ def _reduced(workload: Workload) -> Workload:
         context=LENGTH,
         batch=rows * min(workload.micro_batches, 2),
         world=1,  # ranks are compared with one rank by the tests, not here
-        # The formats of moments do not depend on the model, and lossy ones differ by design.
+        # Updates and the formats of moments do not depend on the model, and lossy formats differ by
+        # design. So the twin always trains with AdamW, whose moments show all gradients.
+        optimizer="adamw",
+        momentum=False,
         moments="fp32",
         clip=None if workload.clip is None else CLIP,
         steps=None,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -153,7 +153,7 @@ class EngineFiles:
             return
         for role in self._state_roles():
             bases = _base_reader(states, role) if self._has_bases(role) else None
-            source = _reader(states, _SUFFIX[role])
+            source = _reader(states, _SUFFIX[role], partial(self._access.state_shape, role=role))
             self._access.fill(index, role, source, bases=bases, executor=executor)
 
     def read_base(
@@ -298,7 +298,10 @@ class EngineFiles:
         for tensor in trained:
             for role in self._state_roles():
                 name = f"{tensor.name}.{_SUFFIX[role]}"
-                yield self._out(tensor, role, name, tensor.shape)
+                shape = self._access.state_shape(tensor.name, role)
+                if shape == (0,):  # Muon has no second moments of matrices
+                    continue
+                yield self._out(tensor, role, name, shape)
                 if self._has_bases(role):
                     count = (num_blocks(tensor.elements),)
                     yield self._out(tensor, role, f"{name}_base", count, bases=True)
@@ -403,10 +406,10 @@ def _check_shape(shards: ShardReader, name: str, shape: tuple[int, ...]) -> None
         raise TensorMismatchError(shards.file_of(name), name, wanted=wanted, had=had)
 
 
-def _reader(shards: ShardReader, suffix: str) -> Source:
+def _reader(shards: ShardReader, suffix: str, shape_of: Callable[[str], tuple[int, ...]]) -> Source:
     def read(tensor: TensorSpec, low: int, high: int) -> torch.Tensor:
         name = f"{tensor.name}.{suffix}"
-        _check_shape(shards, name, tensor.shape)
+        _check_shape(shards, name, shape_of(tensor.name))
         out = thread_buffer(high - low, shards.spec(name).dtype)
         shards.read_into(name, out, low)
         return out

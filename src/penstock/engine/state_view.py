@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 import torch
 
 from penstock.engine.tensor_access import TensorAccess
-from penstock.model.inventory import Inventory, TensorSpec
+from penstock.model.inventory import Inventory, TensorSpec, is_muon_matrix
 from penstock.optim import formats
-from penstock.roles import Moments, Role
+from penstock.roles import Moments, OptimizerName, Role
+
+StateKey = tuple[Role, str, tuple[int, ...]]
+"""A part of a role of a tensor, its name in the state dict of torch's optimizer, and its shape."""
+
+STATE_KEYS: Mapping[OptimizerName, tuple[tuple[Role, str], ...]] = {
+    "adamw": ((Role.FIRST, "exp_avg"), (Role.SECOND, "exp_avg_sq")),
+    "lion": ((Role.FIRST, "exp_avg"),),
+    "sgd": ((Role.FIRST, "momentum_buffer"),),
+}
+"""The moments of each optimizer, and their names in the state dicts of torch's optimizers. Muon has
+those of SGD for matrices, and those of AdamW for everything else."""
 
 
 class StateView(Mapping[str, dict[str, torch.Tensor]]):
     """A mapping from tensor names to host copies of their state.
 
-    Each value has `weight` in the type it computes with, and for trained tensors `master`,
-    `exp_avg` and `exp_avg_sq` in fp32, however they are stored. Every access finishes pending
-    sweeps first and makes new copies.
+    Each value has `weight` in the type it computes with, and for trained tensors `master` and the
+    optimizer's moments in fp32, however they are stored. Moments have the names of torch's
+    optimizers, such as `exp_avg` and `exp_avg_sq`. Every access finishes pending sweeps first and
+    makes new copies.
     """
 
     def __init__(
@@ -34,13 +48,32 @@ class StateView(Mapping[str, dict[str, torch.Tensor]]):
         weight = self._whole(name, Role.WEIGHT)
         if not trained:
             return {"weight": weight.view(shape)}
-        tensors = {
-            "weight": weight,
-            "master": self._master(name, weight),
-            "exp_avg": self._moment(name, Role.FIRST),
-            "exp_avg_sq": self._moment(name, Role.SECOND),
-        }
-        return {key: value.view(shape) for key, value in tensors.items()}
+        tensors = {"weight": weight, "master": self._master(name, weight)}
+        found = {key: value.view(shape) for key, value in tensors.items()}
+        return found | self.moments(name)
+
+    def moments(self, name: str) -> dict[str, torch.Tensor]:
+        """Return the moments of a trained tensor, under the names of torch's optimizers."""
+        self._finish()
+        block, tensor = self._access.tensor(name)
+        found: dict[str, torch.Tensor] = {}
+        stored: dict[Role, torch.Tensor] = {}
+        for role, key, shape in self._keys(block, tensor):
+            values = stored[role] if role in stored else self._moment(name, role)
+            elements = math.prod(shape)
+            found[key], stored[role] = values[:elements].view(shape), values[elements:]
+        return found
+
+    def _keys(self, block: int, tensor: TensorSpec) -> list[StateKey]:
+        """Return the moments of a tensor: role, name in torch's optimizer, and shape."""
+        formats = self._access.formats
+        spec = self._inventory.blocks[block]
+        if formats.optimizer == "adafactor":
+            return _adafactor_keys(tensor.shape)
+        keys = STATE_KEYS[formats.optimizer]
+        if formats.optimizer == "muon":
+            keys = STATE_KEYS["sgd" if is_muon_matrix(spec, tensor) else "adamw"]
+        return [(role, key, tensor.shape) for role, key in keys if formats.has(role)]
 
     def weight(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """Return a copy of one tensor, from its fp32 master if `dtype` is not the compute type."""
@@ -65,12 +98,13 @@ class StateView(Mapping[str, dict[str, torch.Tensor]]):
         return len(self._names)
 
     def write_moments(self, states: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Set both moments of every trained tensor from `exp_avg` and `exp_avg_sq` by name."""
+        """Set the moments of every trained tensor, from those of torch's optimizer by name."""
         self._finish()
         for index, block in enumerate(self._inventory.blocks):
             if block.parameters(True):
-                for role, key in ((Role.FIRST, "exp_avg"), (Role.SECOND, "exp_avg_sq")):
-                    encoder = _MomentEncoder(states, key, self._access.formats.moments)
+                keys = partial(self._keys, index)
+                for role in filter(self._access.formats.has, (Role.FIRST, Role.SECOND)):
+                    encoder = _MomentEncoder(states, role, keys, self._access.formats.moments)
                     bases = encoder.bases if self._access.has_bases else None
                     self._access.fill(index, role, encoder.values, bases=bases)
 
@@ -90,9 +124,13 @@ class _MomentEncoder:
     """Encodes a moment in its storage format, one range of elements at a time."""
 
     def __init__(
-        self, states: Mapping[str, Mapping[str, torch.Tensor]], key: str, moments: Moments
+        self,
+        states: Mapping[str, Mapping[str, torch.Tensor]],
+        role: Role,
+        keys: Callable[[TensorSpec], list[StateKey]],
+        moments: Moments,
     ) -> None:
-        self._states, self._key, self._moments = states, key, moments
+        self._states, self._role, self._keys, self._moments = states, role, keys, moments
 
     def values(self, tensor: TensorSpec, low: int, high: int) -> torch.Tensor:
         encoded = self._encode(tensor, low, high)
@@ -102,6 +140,19 @@ class _MomentEncoder:
         return self._encode(tensor, low, high)["m_base"]
 
     def _encode(self, tensor: TensorSpec, low: int, high: int) -> dict[str, torch.Tensor]:
-        flat = self._states[tensor.name][self._key].detach().cpu().reshape(-1)[low:high].float()
-        second = self._key == "exp_avg_sq"
+        state = self._states[tensor.name]
+        parts = [state[key] for role, key, _ in self._keys(tensor) if role is self._role]
+        whole = [part.detach().cpu().reshape(-1) for part in parts]
+        flat = (whole[0] if len(whole) == 1 else torch.cat(whole))[low:high].float()
+        second = self._role is Role.SECOND
         return formats.write_moment(flat, "m", self._moments, second=second)
+
+
+def _adafactor_keys(shape: tuple[int, ...]) -> list[StateKey]:
+    """Return Adafactor's second moments: all of rows first, then those of columns."""
+    if len(shape) < 2:
+        return [(Role.SECOND, "variance", shape)]
+    return [
+        (Role.SECOND, "row_var", (*shape[:-1], 1)),
+        (Role.SECOND, "col_var", (*shape[:-2], 1, shape[-1])),
+    ]

@@ -103,8 +103,9 @@ class TensorAccess:
         self, name: str, role: Role, low: int, high: int | None, *, bases: bool
     ) -> Iterator[torch.Tensor]:
         block, tensor = self._owner[name]
-        offset = self._offset(block, tensor) + low
-        end = offset - low + (tensor.stored_elements if high is None else high)
+        first_element, elements = self._place(block, role, tensor)
+        offset = first_element + low
+        end = first_element + (elements if high is None else high)
         landing: torch.Tensor | None = None
         on_gpu = self._tiers.device.pinned and self._tiers.on_device(block, role)
         if self._ranks.world > 1 or on_gpu:
@@ -163,18 +164,29 @@ class TensorAccess:
                 continue
             if trainable not in (None, tensor.trainable):
                 continue
-            offset = self._offset(block, tensor)
+            offset, elements = self._place(block, role, tensor)
             low = max(span.first, offset)
-            stop = min(span.first + span.count, offset + tensor.stored_elements)
+            stop = min(span.first + span.count, offset + elements)
             step = PART if tensor.quantization is None else max(1, stop - low)
             for first in range(low, stop, step):
                 yield tensor, first - offset, min(first + step, stop) - offset, offset
 
-    def _offset(self, block: int, tensor: TensorSpec) -> int:
-        """Return a tensor's first element in its block: frozen tensors follow the trainable."""
+    def state_shape(self, name: str, role: Role) -> tuple[int, ...]:
+        """Return the shape of a role of a tensor: one dimension, if it is not the tensor's own."""
+        block, tensor = self._owner[name]
+        elements = self._place(block, role, tensor)[1]
+        return tensor.shape if elements == tensor.elements else (elements,)
+
+    def _place(self, block: int, role: Role, tensor: TensorSpec) -> tuple[int, int]:
+        """Return a tensor's first element in a role of its block, and its number of elements.
+
+        Frozen tensors follow the trainable ones.
+        """
         spec = self._tiers.inventory.blocks[block]
-        shift = 0 if tensor.trainable else spec.flat_elements(True)
-        return shift + spec.offsets(tensor.trainable)[tensor.name]
+        if not tensor.trainable:
+            offset = spec.flat_elements(True) + spec.offsets(False)[tensor.name]
+            return offset, tensor.stored_elements
+        return spec.state_offset(role, tensor), spec.state_elements(role, tensor)
 
     def _ranges(self, block: int, role: Role) -> Iterator[_StoredRange]:
         """Yield what the ranks store of a role, in the order of its elements."""
@@ -194,11 +206,12 @@ class TensorAccess:
             for owner in range(self._ranks.world):
                 first = start + owner * count
                 if not self._tiers.on_disk(block, role):
-                    yield _StoredRange(owner, first, count, None)
+                    yield _StoredRange(owner, first, spec.role_elements(role, 0, count), None)
                     continue
                 for piece in self._tiers.pieces(block, role):
                     low, high, trained = self._tiers.piece_span(block, piece)
                     if trained == trainable:
+                        low, high = spec.role_span(role, low, high)
                         yield _StoredRange(owner, first + low, high - low, piece)
 
     def _split_ranges(self, block: int) -> Iterator[_StoredRange]:

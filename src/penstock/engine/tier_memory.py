@@ -144,7 +144,7 @@ class TierMemory:
 
     def _shards(self, block: int, role: Role, data: torch.Tensor, rank: int) -> tuple[Span, ...]:
         spec, first = self.inventory.blocks[block], self.first_element
-        count = spec.shard_elements(True)
+        count = spec.role_elements(role, 0, spec.shard_elements(True))
         trained = Span(role, data, first(block, True, rank), count, self.formats)
         count = spec.shard_elements(False)
         if role is not Role.WEIGHT or not count:
@@ -327,7 +327,9 @@ class TierMemory:
             kept = Role.WEIGHT if role is Role.FROZEN else role
             for piece in self.pieces(block, role):
                 start, stop, _ = self.piece_span(block, piece)
-                yield (block, kept, piece), self.formats.at_rest(role, stop - start)
+                elements = self.inventory.blocks[block].role_elements(role, start, stop)
+                if elements:
+                    yield (block, kept, piece), self.formats.at_rest(role, elements)
 
     def _homes(self) -> Iterator[tuple[Key, Home]]:
         """Yield every home that takes memory or disk space of its own."""

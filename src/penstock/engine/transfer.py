@@ -27,14 +27,14 @@ from penstock.engine.pending_update import make_segments
 from penstock.engine.program import Program
 from penstock.engine.spans import Span
 from penstock.engine.step_state import StepState
+from penstock.engine.tensor_updates import TensorUpdates
 from penstock.engine.ticket_board import StoppedError
 from penstock.optim import sweep
-from penstock.optim.sweep import SweepTicket
 from penstock.plan.lifetimes import BufferKey, BufferKind
 from penstock.plan.schedule import Operation, Verb
 from penstock.roles import STATE, Role
 from penstock.storage.layout import Extent
-from penstock.ticket import Finished, TicketGroup
+from penstock.ticket import Finished, Ticket, TicketGroup
 
 Move = Callable[[Extent, torch.Tensor], None]
 
@@ -51,7 +51,7 @@ class Mover:
         # Guards `_sweeps`, and makes "check that the step has not failed, then start a sweep" one
         # action, so that no sweep starts after `end_sweeps` has returned.
         self._sweep_lock = threading.Lock()
-        self._sweeps: deque[SweepTicket] = deque()
+        self._sweeps: deque[Ticket[object]] = deque()
 
     # NVMe and host staging.
 
@@ -85,6 +85,7 @@ class Mover:
                     self._tiers.extent(op.block, role, piece), spans[role].data.numpy()
                 )
                 for role in op.roles
+                if role in spans
             ]
         )
         step.tickets.post(at, ticket)
@@ -109,6 +110,9 @@ class Mover:
             del step.started[at]
             step.tickets.post(at, Finished(None))
             return
+        if self._memory.updates is not None:
+            self._update_tensors(step, at, op, self._memory.updates)
+            return
         roles, start, stop = self.spans_to_sweep(step, at, op)
         segments = make_segments(self._tiers.inventory, op.block, pending, roles, start, stop)
         with self._sweep_lock:
@@ -122,6 +126,40 @@ class Mover:
             pending.done.add((op.block, op.piece))
             step.swept_on_cpu.add((op.block, op.piece))
         step.tickets.post(at, ticket)
+
+    def _update_tensors(
+        self, step: StepState, at: int, op: Operation, updates: TensorUpdates
+    ) -> None:
+        """Start the sweep of a block, or a piece of it, whose tensors are updated as a whole.
+
+        The device updates those, and what is updated element by element is swept where it is.
+        """
+        pending = step.pending
+        assert pending is not None
+        roles, start, stop = self.spans_to_sweep(step, at, op)
+        segments = make_segments(self._tiers.inventory, op.block, pending, roles, start, stop)
+        on_device = self._tiers.on_device(op.block, Role.WEIGHT)
+        swept: Ticket[object] | None = None
+        if segments and on_device:
+            swept = self._device.start_sweep(pending.rule, segments, self._memory.sweep_pool)
+            step.device_sweeps.append(swept)
+        with self._sweep_lock:
+            if step.tickets.failed is not None:  # perhaps nobody waits for sweeps any more
+                raise StoppedError
+            if segments and not on_device:
+                pool = self._memory.sweep_pool
+                swept = sweep.start(pending.rule, segments, pool=pool, independent=True)
+                self._sweeps.append(swept)
+            refused = updates.issue(op.block, pending, roles, start, stop)
+            issued = self._device.record()
+            self._sweeps.append(issued)
+            pending.done.add((op.block, op.piece))
+            step.swept_on_cpu.add((op.block, op.piece))
+        step.device_sweeps.append(refused)
+        # A lane that needs the weights can wait for a record on the device, and for a sweep on the
+        # CPU on the host only.
+        on_host = swept is not None and not on_device
+        step.tickets.post(at, TicketGroup([swept, issued]) if on_host and swept else issued)
 
     def end_sweeps(self) -> None:
         """Block until no sweep runs. A failed step starts no sweep after this returns.
@@ -146,7 +184,9 @@ class Mover:
             start, stop, _ = self._tiers.piece_span(op.block, op.piece)
             roles = self._spans_read_for(step.program, at)
         for role in SWEPT_ROLES:
-            if role not in roles and self._tiers.has(op.block, role):
+            has = self._tiers.has(op.block, role)
+            # What is on NVMe is in staging, if the piece has any of it.
+            if has and not self._tiers.on_disk(op.block, role):
                 roles[role] = self._tiers.span(op.block, role)
         return roles, first + start, first + stop
 
@@ -159,13 +199,16 @@ class Mover:
         """Return the roles of a piece: they lie one after another in its part of the staging."""
         assert op.piece is not None
         start, stop, trained = self._tiers.piece_span(op.block, op.piece)
-        first = self._tiers.first_element(op.block, trained) + start
+        before = self._tiers.first_element(op.block, trained)
+        block = self._tiers.inventory.blocks[op.block]
         offset = program.staging.offset(BufferKey(BufferKind.STAGING, op.block, read))
         spans = {}
         for role in op.roles:
-            nbytes = self._tiers.formats.at_rest(role, stop - start)
+            low, high = block.role_span(role, start, stop)
+            nbytes = self._tiers.formats.at_rest(role, high - low)
             data = self._memory.staging[offset : offset + nbytes]
-            spans[role] = Span(role, data, first, stop - start, self._tiers.formats)
+            if nbytes:
+                spans[role] = Span(role, data, before + low, high - low, self._tiers.formats)
             offset += nbytes
         return spans
 

@@ -6,33 +6,27 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from penstock.errors import SettingsError
+from penstock.integrations.config import PenstockConfig
+from penstock.integrations.optimizer_choice import check_optimizer
 from penstock.integrations.several_ranks import check_launch
 
 logger = logging.getLogger(__name__)
 
 PATH_B = "penstock.stream(model, ...), which works with any loss and a plain Trainer"
 
-ADAMW = ("adamw_torch", "adamw_torch_fused")
-"""Values of `optim` that ask for AdamW."""
-
-ONLY_ADAMW = f"Penstock trains with AdamW: set optim to {' or '.join(ADAMW)}"
-
 LIBRARIES = ("transformers.", "trl.", "penstock.")
 """Packages whose own `compute_loss` is next-token cross-entropy, as the engine computes it."""
 
 
-def check_before_init(trainer_class: type, arguments: Mapping[str, Any]) -> None:
+def check_before_init(
+    trainer_class: type, arguments: Mapping[str, Any], config: PenstockConfig
+) -> None:
     """Check what a trainer was given, before it loads a model or moves one to a device."""
     _check_loss(trainer_class, arguments)
     _check_optimizers(arguments)
-    args, chosen = arguments.get("args"), arguments.get("optimizer_cls_and_kwargs")
-    if chosen is not None:
-        adamw_options(*chosen)
-    elif args is not None:
-        _check_optim(args.optim)
+    args = arguments.get("args")
+    check_optimizer(config, args, arguments.get("optimizer_cls_and_kwargs"))
     if args is not None:
         check_training_arguments(args)
 
@@ -60,7 +54,7 @@ def _check_optimizers(arguments: Mapping[str, Any]) -> None:
             "optimizers",
             "cannot be passed: Penstock's optimizer is part of its engine, and exists only once "
             "memory is planned. Set optim, learning_rate, weight_decay and lr_scheduler_type in "
-            "the arguments, or override create_scheduler",
+            "the arguments, or PenstockConfig(optimizer=...), or override create_scheduler",
         )
 
 
@@ -105,27 +99,3 @@ def switch_off_checkpointing(args: Any) -> None:
             "recomputes the rest in any case"
         )
         args.gradient_checkpointing = False
-
-
-def adamw_options(optimizer_class: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of AdamW that the engine takes, from those of a torch optimizer."""
-    if optimizer_class is not torch.optim.AdamW:
-        name = getattr(optimizer_class, "__name__", str(optimizer_class))
-        raise SettingsError("optimizer_cls_and_kwargs", f"has {name}; {ONLY_ADAMW}")
-    known = {"lr", "betas", "eps", "weight_decay"}
-    harmless = {"fused", "foreach", "capturable", "differentiable"}
-    unknown = [n for n in options if n not in known | harmless and options[n]]
-    if unknown:
-        raise SettingsError(
-            "optimizer_cls_and_kwargs",
-            f"has {', '.join(unknown)}; Penstock's AdamW takes {', '.join(sorted(known))}",
-        )
-    return {name: value for name, value in options.items() if name in known}
-
-
-def _check_optim(optim: Any) -> None:
-    """Refuse other optimizers before transformers asks for their packages."""
-    name = str(getattr(optim, "value", optim))
-    if name not in ADAMW:
-        eight = "; for moments of 8 bits, pass PenstockConfig(moments='int8')"
-        raise SettingsError("optim", f"is {name}; {ONLY_ADAMW}" + (eight if "8bit" in name else ""))

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from penstock.errors import SettingsError
 from penstock.packed_weights import Quantization
-from penstock.roles import Dtype, Moments
+from penstock.roles import Dtype, Moments, OptimizerName
 
 _SIZE = ((str, int), "a size such as '22GiB', a number of bytes, or 'auto'")
 _SWITCH = ((bool,), "True or False")
@@ -44,8 +44,12 @@ class PenstockConfig:
     """CXL memory budget."""
     nvme: str | tuple[str, ...] | list[str] = ()
     """NVMe budgets, such as `/mnt/nvme:400GiB`."""
+    optimizer: OptimizerName | Mapping[str, Any] | None = None
+    """The optimizer, or its name and options, such as `{"name": "sgd", "momentum": 0.9}`. By
+    default, the one that `optim` names."""
     moments: Moments = "fp32"
-    """Storage format of the AdamW moments: `fp32` is exact, `bf16` and `int8` use less memory."""
+    """Storage format of the optimizer's moments: `fp32` is exact, `bf16` and `int8` use less
+    memory."""
     context: int | None = None
     """Longest sequence in tokens, which memory is planned for. By default, the trainer's
     `max_length`, or the longest sequence of the datasets."""

@@ -60,7 +60,7 @@ class EngineRequest:
     steps: int | None
     """Optimizer steps of the run, if known."""
     optimizer: dict[str, Any]
-    """Options of AdamW."""
+    """Name and options of the optimizer."""
     decayed: frozenset[str]
     """Names of the transformers model's parameters with weight decay."""
     loss: LossFunction | None = None
@@ -163,6 +163,9 @@ def _settings(request: EngineRequest) -> Settings:
             "gpus": request.group.place.local_world,
             "micro_batch": str(config.micro_batch),
             "dtype": config.dtype or compute_dtype(args, request.model),
+            "optimizer": request.optimizer["name"],
+            "momentum": request.optimizer.get("momentum"),
+            "nesterov": request.optimizer.get("nesterov"),
             "moments": config.moments,
             "clip": max(0.0, float(args.max_grad_norm or 0.0)),
             "freeze": (config.freeze,) if isinstance(config.freeze, str) else tuple(config.freeze),

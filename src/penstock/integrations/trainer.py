@@ -32,7 +32,6 @@ from penstock.errors import BatchError, EngineError, SettingsError
 from penstock.integrations import checkpoint_folder
 from penstock.integrations.argument_checks import (
     PATH_B,
-    adamw_options,
     check_before_init,
     check_devices,
     check_training_arguments,
@@ -40,6 +39,7 @@ from penstock.integrations.argument_checks import (
 )
 from penstock.integrations.config import PenstockConfig
 from penstock.integrations.engine_setup import EngineRequest, open_engine
+from penstock.integrations.optimizer_choice import optimizer_options
 from penstock.integrations.sequence_length import sequence_length
 from penstock.integrations.several_ranks import (
     WholeBatchAccelerator,
@@ -108,7 +108,7 @@ class PenstockTrainerMixin:
         self._resume: Checkpoint | None = None
         self._saves_checkpoint = False
         given = inspect.signature(super().__init__).bind_partial(*args, **kwargs).arguments
-        check_before_init(type(self), given)
+        check_before_init(type(self), given, self.penstock)
         if given.get("args") is not None:
             check_devices(given["args"])
             switch_off_checkpointing(given["args"])
@@ -284,8 +284,6 @@ class PenstockTrainerMixin:
             )
         if getattr(self.model, "is_gradient_checkpointing", False):
             self.model.gradient_checkpointing_disable()
-        chosen = trainer.optimizer_cls_and_kwargs
-        kind, options = chosen or trainer.get_optimizer_cls_and_kwargs(args, self.model)
         steps = self.state.max_steps
         if self._group is None:
             self._group = open_group(args)
@@ -298,7 +296,7 @@ class PenstockTrainerMixin:
                 self.penstock.context, args, self._datasets(), limit=limit
             ),
             steps=steps if steps and steps > 0 else None,
-            optimizer=adamw_options(kind, options),
+            optimizer=optimizer_options(trainer),
             decayed=frozenset(trainer.get_decay_parameter_names(without_wrapper(self.model))),
             loss=self._loss_function(),
             resume=self._resume,

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import bisect
 import hashlib
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 from penstock.errors import InventoryError
+from penstock.optimizer_options import WHOLE_TENSOR
 from penstock.packed_weights import PackedLayout, Quantization
-from penstock.roles import SWEEP_LEAF, TENSOR_ALIGNMENT
+from penstock.roles import SWEEP_LEAF, TENSOR_ALIGNMENT, OptimizerName, Role
 from penstock.units import round_up
 
 BlockKind = Literal["embedding", "layer", "head"]
@@ -99,6 +101,11 @@ class Block:
     window: int | None = None
     """Size of the sliding attention window in tokens, or None if there is no limit."""
 
+    second: tuple[int, ...] | None = None
+    """Number of elements of the second moment of each trainable tensor, if the optimizer updates
+    whole tensors (`Inventory.laid_out_for`). The second moments then have a flat buffer with
+    offsets of its own. None if they have as many elements as the tensors."""
+
     shards: int = 1
     """Number of ranks that share the block's flat buffers. Rank r owns the r-th of as many equal
     shards of each buffer (`Inventory.sharded`)."""
@@ -107,11 +114,15 @@ class Block:
     _cuts: dict[tuple[int, bool], tuple[tuple[int, int], ...]] = field(
         init=False, repr=False, compare=False, default_factory=dict
     )
+    _second_starts: tuple[tuple[int, ...], tuple[int, ...]] = field(
+        init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         if self.shards < 1:
             raise InventoryError("shards", f"must be 1 or more, got {self.shards}")
         object.__setattr__(self, "_flat", (self._padded(False), self._padded(True)))
+        object.__setattr__(self, "_second_starts", self._find_second_starts())
         for name in ("matmul_elements", "query_width", "key_value_width", "mlp_width"):
             if getattr(self, name) < 0:
                 raise InventoryError(name, f"must be 0 or more, got {getattr(self, name)}")
@@ -123,7 +134,8 @@ class Block:
         """Everything but names. Blocks with equal sizes need the same bytes and the same time."""
         tensors = tuple((t.shape, t.trainable, t.quantization) for t in self.tensors)
         widths = (self.query_width, self.key_value_width, self.mlp_width, self.window)
-        return (self.kind, tensors, self.matmul_elements, *widths)
+        own = () if self.second is None else (self.second,)
+        return (self.kind, tensors, self.matmul_elements, *widths, *own)
 
     def parameters(self, trainable: bool | None = None) -> int:
         """Return the number of elements without padding.
@@ -148,16 +160,60 @@ class Block:
             at += round_up(tensor.stored_elements, self._alignment)
         return offsets
 
+    def state_elements(self, role: Role, tensor: TensorSpec) -> int:
+        """Return the number of elements that a trainable tensor has in a role."""
+        if role is not Role.SECOND or self.second is None:
+            return tensor.elements
+        names = [t.name for t in self._selected(True)]
+        return self.second[names.index(tensor.name)]
+
+    def state_offset(self, role: Role, tensor: TensorSpec) -> int:
+        """Return the offset of a trainable tensor in the flat buffer of a role, in elements."""
+        return self.role_span(role, self.offsets(True)[tensor.name], self._flat[True])[0]
+
+    def role_span(self, role: Role, start: int, stop: int) -> tuple[int, int]:
+        """Return which elements of a role belong to trainable elements `start` to `stop`.
+
+        They are the same, unless the role is a second moment with a buffer of its own. In that
+        case `start` and `stop` are where tensors begin, or the end of the buffer.
+        """
+        if role is not Role.SECOND or self.second is None:
+            return start, stop
+        starts, seconds = self._second_starts
+        low, high = (bisect.bisect_left(starts, each) for each in (start, stop))
+        return seconds[low], seconds[high]
+
+    def role_elements(self, role: Role, start: int, stop: int) -> int:
+        """Return how many elements of a role belong to trainable elements `start` to `stop`."""
+        low, high = self.role_span(role, start, stop)
+        return high - low
+
+    def _find_second_starts(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return where trainable tensors begin, and where their second moments do, with the ends.
+
+        A tensor without a second moment begins where the next one's does.
+        """
+        if self.second is None:
+            return (), ()
+        at, seconds = 0, [0]
+        for elements in self.second:
+            at += round_up(elements, self._alignment)
+            seconds.append(at)
+        return (*self.offsets(True).values(), self._flat[True]), tuple(seconds)
+
     def pieces(self, step: int, trainable: bool = True) -> tuple[tuple[int, int], ...]:
         """Divide a rank's shard of that buffer into spans of at most `step` elements.
 
-        Spans end only where the optimizer sweep may cut a tensor. They count from the start of the
+        Spans end only where the optimizer sweep may cut a tensor. If it needs whole tensors, a
+        span has at least one, however large it is. Spans count from the start of the
         shard and are the same for every rank, because all ranks run one schedule.
         """
         if step < SWEEP_LEAF:
             raise InventoryError("step", f"must be {SWEEP_LEAF} or more, got {step}")
         if (step, trainable) not in self._cuts:
-            self._cuts[step, trainable] = tuple(self._cut(step, trainable))
+            whole = trainable and self.second is not None
+            cut = self._cut_at_tensors(step) if whole else self._cut(step, trainable)
+            self._cuts[step, trainable] = tuple(cut)
         return self._cuts[step, trainable]
 
     def _cut(self, step: int, trainable: bool) -> Iterator[tuple[int, int]]:
@@ -170,6 +226,17 @@ class Block:
                 stop -= (stop - tensor) % SWEEP_LEAF
             yield at, stop
             at = stop
+
+    def _cut_at_tensors(self, step: int) -> Iterator[tuple[int, int]]:
+        assert self.shards == 1, "a rank that stores a shard has no whole tensors"
+        begins = 0
+        starts = (*self.offsets(True).values(), self._flat[True])
+        for at, end in itertools.pairwise(starts):
+            if end - begins > step and at > begins:
+                yield begins, at
+                begins = at
+        if begins < self._flat[True]:
+            yield begins, self._flat[True]
 
     @property
     def _alignment(self) -> int:
@@ -197,6 +264,34 @@ class Block:
 
     def _selected(self, trainable: bool | None) -> Iterator[TensorSpec]:
         return (t for t in self.tensors if trainable in (None, t.trainable))
+
+
+def is_muon_matrix(block: Block, tensor: TensorSpec) -> bool:
+    """Return whether Muon updates a tensor itself: a matrix of a layer, or one of each expert.
+
+    AdamW updates the embedding, the head, norms and biases, as Muon's authors recommend.
+    """
+    experts = len(tensor.shape) == 3 and ".experts." in tensor.name
+    # The biases of all experts of a layer are one tensor with two dimensions.
+    matrix = len(tensor.shape) == 2 and not tensor.name.endswith("_bias")
+    return block.kind == "layer" and (matrix or experts)
+
+
+def _second_elements(block: Block, optimizer: OptimizerName) -> tuple[int, ...] | None:
+    """Return `Block.second` for an optimizer."""
+    if optimizer not in WHOLE_TENSOR:
+        return None
+    trained = (tensor for tensor in block.tensors if tensor.trainable)
+    if optimizer == "muon":
+        return tuple(0 if is_muon_matrix(block, t) else t.elements for t in trained)
+    return tuple(adafactor_elements(tensor.shape) for tensor in trained)
+
+
+def adafactor_elements(shape: tuple[int, ...]) -> int:
+    """Return how many second moments Adafactor stores: of rows and columns, or of each element."""
+    if len(shape) < 2:
+        return math.prod(shape)
+    return math.prod(shape[:-2]) * (shape[-2] + shape[-1])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -344,6 +439,14 @@ class Inventory:
         if self.shards == ranks:
             return self
         return replace(self, blocks=tuple(replace(block, shards=ranks) for block in self.blocks))
+
+    def laid_out_for(self, optimizer: OptimizerName) -> Inventory:
+        """Return the inventory with flat buffers for the second moments of an optimizer."""
+        seconds = [_second_elements(block, optimizer) for block in self.blocks]
+        if [block.second for block in self.blocks] == seconds:
+            return self
+        pairs = zip(self.blocks, seconds, strict=True)
+        return replace(self, blocks=tuple(replace(b, second=second) for b, second in pairs))
 
     def with_quantized(self, quantization: Quantization, weight_nbytes: int) -> Inventory:
         """Return the inventory with the frozen linear weights of layers quantized.

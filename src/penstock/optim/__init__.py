@@ -14,10 +14,12 @@ the same bits, wherever the state is.
   `norm_kernels`, or `reference` if there is no Triton.
 - `optimizers` has the `torch.optim` classes.
 
+- `tensor_rules` has the rules that need whole tensors, Muon and Adafactor, for the engine.
+
 [Note: adding an optimizer] A rule can be added if it updates each element on its own, from its
 gradient, its master weight and at most two moments of the parameter's shape. Adafactor does not
 fit: it needs sums over rows and columns of a tensor, and a sweep splits tensors at multiples of
-4096 elements and processes the parts independently.
+4096 elements and processes the parts independently. Such rules are in `tensor_rules`.
 
 1. `rules`: add its name to `RuleName` and `NUM_MOMENTS`, and a function that returns its
    `Coefficients` for a step. If it needs a new constant, add a field to `Coefficients`, and add the
@@ -41,8 +43,8 @@ fit: it needs sums over rows and columns of a tensor, and a sweep splits tensors
    the class with torch's in `tests/optim/test_against_torch.py`.
 8. Add the formula to `docs/sweep.md`.
 
-The class then trains parameters in host memory. The engine trains with AdamW only;
-`engine/optimizer.py` lists what depends on it.
+The class then trains parameters in host memory. The docstring of `engine.optimizer` says how to
+add it to the engine.
 """
 
 from penstock.optim.optimizers import SGD, AdamW, Lion

@@ -29,6 +29,7 @@ from penstock.plan.lifetimes import (
 from penstock.plan.packing import pack
 from penstock.plan.placement import Placement
 from penstock.plan.schedule import Schedule
+from penstock.plan.update_workspace import PRODUCTS, WORKSPACE, UpdateWorkspace
 from penstock.plan.working_memory import WorkingMemory
 from penstock.plan.workload import Workload
 from penstock.roles import EXTENT, Formats, Role
@@ -132,6 +133,7 @@ def plan_pools(
         "gradient buffers": gradients,
         "hidden states in flight": hidden_nbytes(inventory, workload, placement.rounds),
         **_caller_loss_pools(inventory, workload, placement),
+        WORKSPACE: _workspace_nbytes(inventory, workload, on_gpu=context_nbytes > 0),
         **measured,
     }
     pipes = pipe_lanes(workload, placement)
@@ -158,6 +160,15 @@ def _sizing_schedules(
         adding = step_schedule(inventory, placement, pending=False, adds=True)
         return [schedule, adding], [schedule]
     return [schedule], [schedule]
+
+
+def _workspace_nbytes(inventory: Inventory, workload: Workload, *, on_gpu: bool) -> int:
+    """Return the bytes for updates of whole tensors; 0 if the optimizer needs none."""
+    sizes = UpdateWorkspace.of(inventory, workload)
+    if sizes is None:
+        return 0
+    products = PRODUCTS if on_gpu and sizes.matrix else 0
+    return round_up(sizes.nbytes + sizes.temporaries + products, EXTENT)
 
 
 def _caller_loss_pools(
@@ -393,5 +404,5 @@ def role_nbytes(
     spans = block.pieces(step, trainable=role is not Role.FROZEN)
     if role is Role.WEIGHT and not split:
         spans += block.pieces(step, trainable=False)
-    nbytes = sum(formats.at_rest(role, stop - start) for start, stop in spans)
+    nbytes = sum(formats.at_rest(role, block.role_elements(role, *span)) for span in spans)
     return block.shards * nbytes if role is Role.WEIGHT and in_hbm else nbytes

@@ -306,7 +306,9 @@ class _ScheduleBuilder:
             pieces = range(self.index.pieces[block])
             self.swept[block] = tuple(self.sweep_piece(block, p, staged) for p in pieces)
         else:
-            swept = self.emit(Verb.SWEEP, block, TRAINED, "forward", gpu=side == "gpu")
+            # Updates of whole tensors share a workspace, so all of them are on one lane.
+            gpu = side == "gpu" and not self.index.whole_tensors
+            swept = self.emit(Verb.SWEEP, block, TRAINED, "forward", gpu=gpu)
             self.swept[block] = (swept,)
         if self.index.weight_in_hbm(block) or self.index.is_split(block):
             # A rank has swept its own shard of the weights, and computes with all of them.

@@ -209,8 +209,11 @@ def staged_nbytes(
 ) -> int:
     """Return the bytes of host staging that an operation on a piece uses."""
     assert operation.piece is not None
-    start, stop, _ = piece_span(inventory.blocks[operation.block], operation.piece, placement)
-    return sum(formats.at_rest(role, stop - start) for role in operation.roles)
+    block = inventory.blocks[operation.block]
+    start, stop, _ = piece_span(block, operation.piece, placement)
+    return sum(
+        formats.at_rest(role, block.role_elements(role, start, stop)) for role in operation.roles
+    )
 
 
 def piece_span(block: Block, piece: int, placement: Placement) -> tuple[int, int, bool]:

@@ -36,6 +36,9 @@ class PlacementIndex:
     ranks: int
     """Number of ranks that share the blocks."""
 
+    whole_tensors: bool
+    """Whether the optimizer updates tensors as a whole, on the device."""
+
     # The schedule asks these many times for each block.
     _users: tuple[tuple[int, ...], ...]
     _split: tuple[bool, ...]
@@ -55,6 +58,7 @@ class PlacementIndex:
         weight, hbm = Role.WEIGHT, Tier.HBM
         return cls(
             placement, owned, inventory.backward_owners, pieces, frozen, inventory.shards,
+            any(block.second is not None for block in inventory.blocks),
             _users(owned),
             tuple(at.is_split for at in blocks),
             tuple(at.all_on(weight, hbm) and not at.is_split for at in blocks),

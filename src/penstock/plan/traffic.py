@@ -89,6 +89,8 @@ class Traffic:
                 transfers = self._copy_transfers(operation, shapes)
             case Verb.READ | Verb.WRITE:
                 transfers = self._staging_transfers(operation)
+            case Verb.SWEEP if self.updates_whole(operation.block):
+                transfers = self._update_transfers(operation)
             case Verb.SWEEP if not operation.gpu:
                 transfers = self._sweep_transfers(operation)
             case _:
@@ -143,7 +145,7 @@ class Traffic:
         nbytes, reads = 0, operation.verb is Verb.READ
         by_link: Counter[str] = Counter()
         for role in operation.roles:
-            moved = self.formats.at_rest(role, stop - start)
+            moved = self.formats.at_rest(role, block.role_elements(role, start, stop))
             shares = self._moved_shares(operation.block, role)
             for transfer in _disk_transfers(shares, moved, reads=reads):
                 by_link[transfer.link] += transfer.nbytes
@@ -163,12 +165,61 @@ class Traffic:
             start, stop, _ = piece_span(block, operation.piece, self.placement)
         touched: list[tuple[int | None, int]] = []
         for role in TRAINED:
-            shares = self._shares(operation.block, role)
-            nbytes = self.formats.nbytes(role, stop - start) if shares else 0
+            shares = self._host_shares(operation.block, role)
+            elements = block.role_elements(role, start, stop)
+            nbytes = self.formats.nbytes(role, elements) if shares else 0
             nbytes *= 1 if role is Role.GRADIENT else 2
             whole = max(1, sum(share.nbytes for share in shares))
             touched += [(share.node, nbytes * share.nbytes // whole) for share in shares]
         yield from self._node_transfers(touched)
+
+    def _update_transfers(self, operation: Operation) -> Iterator[LinkTransfer]:
+        """Yield the copies of an update of whole tensors, which the device computes.
+
+        What is in host memory passes through the device and back, except for the gradient, which is
+        only read. Adafactor reads it three times, and the weights twice.
+        """
+        block = self.inventory.blocks[operation.block]
+        start, stop = 0, block.shard_elements(True)
+        if operation.piece is not None:
+            start, stop, _ = piece_span(block, operation.piece, self.placement)
+        moved: Counter[str] = Counter()
+        touched: list[tuple[int | None, int]] = []
+        for role in TRAINED:
+            shares = self._host_shares(operation.block, role)
+            nbytes = self.formats.nbytes(role, block.role_elements(role, start, stop))
+            nbytes = nbytes if shares else 0
+            read, written = self.update_passes(role)
+            moved["h2d"] += read * nbytes
+            moved["d2h"] += written * nbytes
+            whole = max(1, sum(share.nbytes for share in shares))
+            passes = read + written
+            touched += [(share.node, passes * nbytes * s // whole) for share in shares
+                        for s in (share.nbytes,)]  # fmt: skip
+        yield LinkTransfer("h2d", moved["h2d"], *_H2D)
+        yield LinkTransfer("d2h", moved["d2h"], *_D2H)
+        yield from self._node_transfers(touched)
+
+    def updates_whole(self, block: int) -> bool:
+        """Return whether the device updates the tensors of a block as a whole.
+
+        Muon does so with the matrices of layers. Their norms and biases are too small to count.
+        """
+        model = self.inventory.blocks[block]
+        return model.second is not None and (
+            self.formats.optimizer == "adafactor" or model.kind == "layer"
+        )
+
+    def update_passes(self, role: Role) -> tuple[int, int]:
+        """Return how often an update of whole tensors reads and writes a role."""
+        adafactor = self.formats.optimizer == "adafactor"
+        if role is Role.GRADIENT:
+            return (3 if adafactor else 1), 0
+        return (2 if adafactor and role is not Role.SECOND else 1), 1
+
+    def _host_shares(self, block: int, role: Role) -> tuple[Share, ...]:
+        """Return the shares of a role that are not in HBM."""
+        return tuple(s for s in self._shares(block, role) if s.tier is not Tier.HBM)
 
     def _node_transfers(self, moved: Sequence[tuple[int | None, int]]) -> Iterator[LinkTransfer]:
         """Sum bytes by node. A node of None stands for host staging."""

@@ -13,8 +13,9 @@ from typing import Literal
 
 from penstock.errors import WorkloadError
 from penstock.model.inventory import Inventory
+from penstock.optimizer_options import WHOLE_TENSOR
 from penstock.packed_weights import Quantization
-from penstock.roles import WEIGHT_FORMATS, Dtype, Formats, Moments
+from penstock.roles import WEIGHT_FORMATS, Dtype, Formats, Moments, OptimizerName
 from penstock.units import MiB
 
 Attention = Literal["sdpa", "varlen", "eager"]
@@ -147,8 +148,11 @@ class Workload:
     dtype: Dtype = "bf16"
     """Data type that the GPU computes in."""
 
-    optimizer: Literal["adamw"] = "adamw"
+    optimizer: OptimizerName = "adamw"
     """The optimizer."""
+
+    momentum: bool = False
+    """Whether SGD stores its momentum. Other optimizers do not depend on it."""
 
     moments: Moments = "fp32"
     """Storage format of the optimizer's moments. `fp32` is exact."""
@@ -188,6 +192,7 @@ class Workload:
             raise WorkloadError("steps", f"must be 1 or more, got {self.steps}")
         if not 0 <= self.rank < self.world:
             raise WorkloadError("rank", f"must be 0 to {self.world - 1}, got {self.rank}")
+        self._check_optimizer()
         if self.world > 1:
             self._check_ranks()
         if self.caller_loss is not None:
@@ -197,6 +202,23 @@ class Workload:
                 "numerics.micro_batch",
                 f"must not be larger than the batch of {self.batch}, "
                 f"got {self.numerics.micro_batch}",
+            )
+
+    def _check_optimizer(self) -> None:
+        """Raise WorkloadError if the optimizer's state cannot be stored in this way."""
+        name, moments = self.optimizer, self.moments
+        if self.momentum and name != "sgd":
+            raise WorkloadError("momentum", f"is a property of sgd, not of {name}; leave it out")
+        if moments not in self.moment_formats:
+            stored = f"{name} stores its state in {' or '.join(self.moment_formats)} only"
+            if name == "sgd":
+                stored = "SGD without momentum stores none"
+            raise WorkloadError("moments", f"is {moments}, but {stored}; leave it out")
+        if self.world > 1 and name in WHOLE_TENSOR:
+            raise WorkloadError(
+                "world",
+                f"is {self.world}, but {name} needs whole tensors, and every rank stores a part of "
+                f"each; use one GPU (--gpus 1), or the optimizer adamw, lion or sgd",
             )
 
     def _check_ranks(self) -> None:
@@ -223,6 +245,13 @@ class Workload:
                 "is fp16, for which the engine scales the loss, but the caller computes the loss; "
                 "use bf16 or fp32",
             )
+
+    @property
+    def moment_formats(self) -> tuple[Moments, ...]:
+        """Storage formats of moments that the optimizer supports."""
+        if self.optimizer == "adafactor" or (self.optimizer == "sgd" and not self.momentum):
+            return ("fp32",)
+        return ("fp32", "bf16") if self.optimizer == "muon" else ("fp32", "bf16", "int8")
 
     @property
     def live_forwards(self) -> int:
@@ -265,14 +294,22 @@ class Workload:
     def formats(self, rounds: int = 1) -> Formats:
         """Return the storage formats for a step of `rounds` rounds."""
         accumulates = rounds > 1 or self.accumulate
-        return Formats(dtype=self.dtype, moments=self.moments, accumulates=accumulates)
+        return Formats(
+            dtype=self.dtype,
+            moments=self.moments,
+            accumulates=accumulates,
+            optimizer=self.optimizer,
+            momentum=self.momentum,
+        )
 
     def stored(self, inventory: Inventory) -> Inventory:
         """Return the inventory of the model as this workload stores it.
 
-        Its flat buffers are shared by the ranks, and frozen weights in them may be quantized.
+        Its flat buffers are shared by the ranks, second moments have those that the optimizer
+        needs, and frozen weights may be quantized.
         """
-        inventory, quantize = inventory.sharded(self.world), self.numerics.quantize
+        inventory = inventory.sharded(self.world).laid_out_for(self.optimizer)
+        quantize = self.numerics.quantize
         if quantize is None or any(block.quantized for block in inventory.blocks):
             return inventory
         return inventory.with_quantized(quantize, WEIGHT_FORMATS[self.dtype].weight)

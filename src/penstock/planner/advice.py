@@ -115,7 +115,7 @@ def _changes(what_if: WhatIf) -> Iterator[tuple[str, dict[str, object]]]:
             yield f"+{more // GiB} GiB {tier.value.upper()}", changes
     if what_if.result.plan.peak(Tier.NVME):
         yield "a second drive like the first", {"machine": _with_twice_the_disks(what_if.machine)}
-    if work.moments == "fp32":
+    if work.moments == "fp32" and "bf16" in work.moment_formats:
         yield "--moments bf16 (not exact)", {"workload": replace(work, moments="bf16")}
     larger = resized(work, what_if.inventory, batch=2 * work.batch)
     yield f"--batch {larger.batch}", {"workload": larger}

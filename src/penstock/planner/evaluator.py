@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from penstock.machine.machine import Machine
-from penstock.model.inventory import Inventory
+from penstock.model.inventory import Block, Inventory
 from penstock.plan.activation_overlay import overlaid_activations, overlaid_nbytes
 from penstock.plan.budget import Budget
 from penstock.plan.buffers import (
@@ -445,9 +445,13 @@ class PlanEvaluator:
         formats = self.workload.formats(rounds)
         for group, location in locations._asdict().items():
             if location is not None:
-                roles = filter(formats.has, GROUPS[group])
                 split = locations.is_split
-                homes += [self.home(index, role, location, rounds, split=split) for role in roles]
+                # A layer without norms and biases has no second moments with Muon.
+                homes += [
+                    self.home(index, role, location, rounds, split=split)
+                    for role in GROUPS[group]
+                    if formats.has(role) and self._role_nbytes(index, role, rounds, split=split)
+                ]
         side: SweepSide = "gpu" if locations.weight is Location.HBM else "cpu"
         if locations.state is None:
             side = "none"
@@ -614,8 +618,8 @@ class QuickSizer:
             trained = model.pieces(step) if roles != (Role.FROZEN,) else ()
             streamed = Role.WEIGHT in roles or Role.FROZEN in roles
             frozen = model.pieces(step, trainable=False) if streamed else ()
-            sizes = [_piece_nbytes(formats, roles, piece) for piece in trained]
-            sizes += [_piece_nbytes(formats, (Role.WEIGHT,), piece) for piece in frozen]
+            sizes = [_piece_nbytes(model, formats, roles, piece) for piece in trained]
+            sizes += [_piece_nbytes(model, formats, (Role.WEIGHT,), piece) for piece in frozen]
             head, tail = tuple(sizes[: window - 1]), tuple(sizes[1 - window :])
             self._runs[key] = _PieceRun(head, tail, _window_peak(tuple(sizes), window))
         return self._runs[key]
@@ -650,8 +654,10 @@ def _in_hbm_or_dram(locations: BlockLocations) -> BlockLocations:
     )
 
 
-def _piece_nbytes(formats: Formats, roles: tuple[Role, ...], piece: tuple[int, int]) -> int:
-    return sum(formats.at_rest(role, piece[1] - piece[0]) for role in roles)
+def _piece_nbytes(
+    block: Block, formats: Formats, roles: tuple[Role, ...], piece: tuple[int, int]
+) -> int:
+    return sum(formats.at_rest(role, block.role_elements(role, *piece)) for role in roles)
 
 
 def _window_peak(sizes: tuple[int, ...], window: int) -> int:

@@ -12,13 +12,20 @@ from rich.text import Text
 from penstock.errors import InfeasibleError
 from penstock.machine.machine import Machine
 from penstock.model.inventory import Inventory
+from penstock.optimizer_options import TITLES
 from penstock.plan.buffers import micro_batches_per_round
 from penstock.plan.placement import Share
 from penstock.plan.plan import Plan
 from penstock.plan.working_memory import WorkingMemory
 from penstock.planner import PlanResult
 from penstock.planner.cost import Cost
-from penstock.planner.resource_names import ROLE_NAMES, VERB_NAMES, bound_by, long_name
+from penstock.planner.resource_names import (
+    ROLE_NAMES,
+    VERB_NAMES,
+    bound_by,
+    long_name,
+    role_name,
+)
 from penstock.tiers import Tier
 from penstock.units import format_bytes, format_seconds
 
@@ -197,7 +204,7 @@ def tier_table(plan: Plan) -> Table:
         if not plan.budget.of(tier) and not plan.peak(tier):
             continue
         contents = ", ".join(
-            f"{ROLE_NAMES.get(name, name)} {format_bytes(nbytes)}"
+            f"{role_name(name, plan.workload.optimizer)} {format_bytes(nbytes)}"
             for name, nbytes in plan.parts(tier)
         )
         table.add_row(
@@ -264,7 +271,7 @@ def summary(result: PlanResult, machine: Machine) -> str:
     lines = [
         f"{format_seconds(cost.step_seconds)} per step, {cost.tokens_per_second:,.0f} tokens/s; "
         f"limited by {long_name(limit, machine)} ({share:.0%} of the step)",
-        f"{plan.bytes_per_parameter:.2f} bytes per parameter at rest; "
+        f"{plan.bytes_per_parameter:.2f} bytes per parameter at rest{_optimizer(plan)}; "
         f"{plan.placement.rounds} round{'s' if plan.placement.rounds > 1 else ''}, "
         f"micro-batch {plan.workload.numerics.micro_batch}, {_residents(plan)}",
         *kept_lines(plan),
@@ -272,6 +279,11 @@ def summary(result: PlanResult, machine: Machine) -> str:
         *not_reproducible(plan),
     ]
     return "\n".join([*lines, *wear(result, machine)])
+
+
+def _optimizer(plan: Plan) -> str:
+    name = plan.workload.optimizer
+    return "" if name == "adamw" else f" with {TITLES[name]}"
 
 
 def kept_lines(plan: Plan) -> list[str]:
@@ -379,7 +391,8 @@ def explain(result: PlanResult, inventory: Inventory, name: str) -> RenderableTy
     homes = Table("role", "size", "stored in", box=None, pad_edge=False)
     for home in at.homes:
         places = [f"{_place(share)} {format_bytes(share.nbytes)}" for share in home.shares]
-        homes.add_row(ROLE_NAMES[home.role], format_bytes(home.nbytes), ", ".join(places))
+        role = role_name(home.role, result.plan.workload.optimizer)
+        homes.add_row(role, format_bytes(home.nbytes), ", ".join(places))
     times = Table("start", "end", "operation", "roles", box=None, pad_edge=False)
     for operation, span in zip(result.cost.schedule.operations, result.cost.spans, strict=True):
         if operation.block == index and span.end > span.start:

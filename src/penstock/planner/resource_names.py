@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from penstock.machine.machine import Machine
+from penstock.roles import OptimizerName
 
 _SHORT_NAMES = {
     "read": "memory",
@@ -30,6 +31,19 @@ ROLE_NAMES = {
     "input": "activations",
 }
 """Names of roles in tables for people."""
+
+STATE_NAMES = {
+    ("sgd", "first"): "momentum",
+    ("muon", "first"): "momentum and first moments",
+    ("adafactor", "second"): "second moments of rows and columns",
+}
+"""Names of roles in tables for people, by optimizer, if they differ from `ROLE_NAMES`."""
+
+
+def role_name(role: str, optimizer: OptimizerName) -> str:
+    """Return the name of a role, or of a buffer, in a table for people."""
+    return STATE_NAMES.get((optimizer, role), ROLE_NAMES.get(role, role))
+
 
 VERB_NAMES = {"sweep": "optimizer sweep", "drain": "offload"}
 """Names of operations and phases in tables for people, if they differ from the schedule's."""

@@ -15,8 +15,8 @@ MARK = "<!-- This card was written by Penstock; remove this line to keep your ch
 """Marks a card that Penstock wrote. A longer run may replace it."""
 
 SHOWN = (
-    *("context", "batch", "lr", "min_lr", "schedule", "warmup", "betas", "weight_decay", "clip"),
-    *("dtype", "moments", "freeze", "lora", "seed"),
+    *("context", "batch", "optimizer", "lr", "min_lr", "schedule", "warmup", "betas", "momentum"),
+    *("nesterov", "weight_decay", "clip", "dtype", "moments", "freeze", "lora", "seed"),
 )
 """Settings that the card lists."""
 

@@ -60,6 +60,7 @@ def plan_layer(path: str) -> dict[str, object]:
         "gpus": len(plan.seats) or workload.world,
         "context": workload.context,
         "batch": workload.batch,
+        "optimizer": workload.optimizer,
         "moments": workload.moments,
         "dtype": workload.dtype,
         "clip": workload.clip or 0.0,

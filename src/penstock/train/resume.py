@@ -56,8 +56,10 @@ class ResumePoint:
         `Engine.read` checks this too, but only after the run has allocated its memory.
         """
         engine, now = self.state.engine, settings.flat()
-        for name in ("dtype", "moments", "quantize"):
-            saved = engine.get(name, now[name]) if isinstance(engine, Mapping) else now[name]
+        # Checkpoints of earlier versions do not name their optimizer.
+        earlier = now | {"optimizer": "adamw"}
+        for name in ("optimizer", "dtype", "moments", "quantize"):
+            saved = engine.get(name, earlier[name]) if isinstance(engine, Mapping) else now[name]
             if name == "quantize":
                 saved = self.numerics.quantize
             if saved != now[name]:

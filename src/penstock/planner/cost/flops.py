@@ -7,7 +7,9 @@ causal. A layer's backward first repeats its forward.
 
 from __future__ import annotations
 
-from penstock.model.inventory import Block
+import math
+
+from penstock.model.inventory import Block, is_muon_matrix
 from penstock.plan.schedule import Verb
 
 ATTENTION_BACKWARD = 2.5
@@ -63,3 +65,19 @@ def share_of(verb: Verb) -> float:
     A forward is one quarter. Backward repeats the forward and does twice as much again.
     """
     return 0.25 if verb is Verb.FORWARD else 0.75
+
+
+def muon_operations(block: Block, start: int, stop: int) -> float:
+    """Return the operations of Newton-Schulz for matrices that begin in elements of a block.
+
+    Each of five iterations multiplies a matrix with itself, the square product with itself, and
+    that with the matrix.
+    """
+    offsets, total = block.offsets(True), 0.0
+    for tensor in block.tensors:
+        inside = tensor.trainable and start <= offsets[tensor.name] < stop
+        if inside and is_muon_matrix(block, tensor):
+            small, large = sorted(tensor.shape[-2:])
+            matrices = math.prod(tensor.shape[:-2])
+            total += matrices * 5 * (4 * small * small * large + 2 * small**3)
+    return total

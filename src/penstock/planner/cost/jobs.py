@@ -16,6 +16,7 @@ from penstock.plan.traffic import Traffic
 from penstock.plan.workload import Workload
 from penstock.planner.cost.compute import ComputeTime
 from penstock.planner.cost.demands import Demands, in_staging
+from penstock.planner.cost.flops import muon_operations
 from penstock.planner.cost.rank_demands import rank_demands
 from penstock.planner.cost.rates import Rates
 from penstock.planner.cost.simulation import Job
@@ -204,7 +205,10 @@ class JobBuilder:
                 operation, self.inventory, self.workload, self.placement, self.rates, self.ranks
             )
         traffic = Traffic.of(self.inventory, self.workload, self.placement)
-        if operation.verb is Verb.SWEEP and operation.gpu:
+        if operation.verb is Verb.SWEEP and traffic.updates_whole(operation.block):
+            return self._update_demands(operation, traffic)
+        in_hbm = self.placement.blocks[operation.block].sweep == "gpu"
+        if operation.verb is Verb.SWEEP and in_hbm:
             return {"gpu": traffic.gpu_sweep_nbytes(operation) / self.rates.hbm}
         demands = Demands(self.rates, self.ranks)
         for role, share, nbytes in traffic.stored_parts(operation):
@@ -222,4 +226,22 @@ class JobBuilder:
                     demands.disk_read(share.path, nbytes)
                 case Verb.WRITE if share.path:
                     demands.disk_write(share.path, nbytes)
+        return demands.total()
+
+    def _update_demands(self, operation: Operation, traffic: Traffic) -> dict[str, float]:
+        """Return the demands of an update of whole tensors, which the device computes."""
+        demands = Demands(self.rates, self.ranks)
+        for role, share, nbytes in traffic.stored_parts(operation):
+            read, written = traffic.update_passes(role)
+            demands.seconds["gpu"] += (read + written) * nbytes / self.rates.hbm
+            home = in_staging(share, self.rates)  # a read has put what is on NVMe there
+            demands.copy_in(home, read * nbytes)
+            demands.copy_out(home, written * nbytes)
+        block = self.inventory.blocks[operation.block]
+        if self.workload.optimizer == "muon":
+            start, stop = 0, block.shard_elements(True)
+            if operation.piece is not None:
+                start, stop, _ = piece_span(block, operation.piece, self.placement)
+            flops = muon_operations(block, start, stop)
+            demands.seconds["gpu"] += flops / self.rates.block_flops
         return demands.total()
