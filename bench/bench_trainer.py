@@ -70,6 +70,11 @@ def rows(args: argparse.Namespace) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "labels": row} for row in ids]
 
 
+def machine_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the machine that both arms plan for; on a CPU, this one."""
+    return {"machine": preset(args.machine)} if args.device == "cuda" else {}
+
+
 def synchronize(args: argparse.Namespace) -> float:
     """Wait for the device, and return the time."""
     if args.device == "cuda":
@@ -105,7 +110,7 @@ def measure_trainer(model: Any, args: argparse.Namespace) -> dict[str, Any]:
             callbacks=[times],
             penstock=PenstockConfig(
                 hbm=args.hbm, dram=args.dram, context=args.context, dtype="bf16",
-                self_check=False, engine={"machine": preset(args.machine)},
+                self_check=False, engine=machine_of(args),
             ),
         )  # fmt: skip
         times.trainer = trainer
@@ -119,7 +124,7 @@ def measure_engine(model: Any, args: argparse.Namespace) -> dict[str, Any]:
     engine = prepare(
         model, context=args.context, batch=args.batch, dtype="bf16", device=args.device,
         optimizer={"lr": 1e-5, "weight_decay": 0.0, "betas": (0.9, 0.999)}, self_check=False,
-        budget={"hbm": args.hbm, "dram": args.dram}, machine=preset(args.machine),
+        budget={"hbm": args.hbm, "dram": args.dram}, **machine_of(args),
     )  # fmt: skip
     data, losses, ends = rows(args), [], []
     for start in range(0, len(data), args.batch):

@@ -78,17 +78,18 @@ def test_losses_with_images_equal_plain_torch(device: str, dtype: torch.dtype, n
             trained = [p for p in model.parameters() if p.requires_grad]
             optimizer = torch.optim.AdamW(trained, **ADAMW)
         losses.append([])
-        for step in range(3):
+        # Plain torch rounds updates to 16 bits, and Penstock has fp32 master weights.
+        for step in range(3 if dtype == torch.float32 else 1):
             inputs = batch(name, step, device=device)
             inputs["pixel_values"] = inputs["pixel_values"].to(dtype)
             loss = model(**inputs).loss
             loss.backward()
+            trained = [p for p in model.parameters() if p.requires_grad]
+            norm = float(torch.nn.utils.clip_grad_norm_(trained, 1.0))
             optimizer.step()
             optimizer.zero_grad()
-            losses[-1].append(loss.item())
+            losses[-1] += [loss.item(), norm]
         if streamed:
             model.close()
-    exact = dtype == torch.float32
-    # Plain torch updates weights of 16 bits, and Penstock their fp32 master weights.
-    limit = {"rel": LIMITS[device]} if exact else {"abs": 0.05}
-    assert losses[1] == pytest.approx(losses[0], **limit)
+    limit = LIMITS[device] if dtype == torch.float32 else 0.02
+    assert losses[1] == pytest.approx(losses[0], rel=limit)
