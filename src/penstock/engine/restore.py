@@ -104,16 +104,22 @@ def giving_back(
     cannot be given back, a warning says so, and the engine still releases its memory. All ranks
     call this: `copies` of them are on this machine, and each has the model.
     """
-    spilled, problem = None, None
+    spilled: SpilledWeights | None = None
+    problem: Exception | None = None
     try:
-        if _must_spill(live, ranks, copies, can_spill=spill is not None):
-            assert spill is not None
-            spilled = SpilledWeights(live, state, spill)
-        else:
-            restore_live(live, state.weight)
-    except Exception as error:  # also an I/O error
+        spills = _must_spill(live, ranks, copies, can_spill=spill is not None)
+    except Exception as error:  # on all ranks
         problem = error
-        ranks.abort(error)  # the others may wait for tensors of this rank
+    else:
+        try:
+            if spills:
+                assert spill is not None
+                spilled = SpilledWeights(live, state, spill)
+            else:
+                restore_live(live, state.weight)
+        except Exception as error:  # also an I/O error
+            problem = error
+            ranks.abort(error)  # the others may wait for tensors of this rank
     yield
     try:
         if spilled is not None:

@@ -237,6 +237,10 @@ class PenstockTrainerMixin:
         trainer: Any = super()
         if self.args.world_size == 1:
             return trainer._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
+        if self.engine is not None:
+            # Before Trainer gathers the losses: a rank whose callback saves the model waits for the
+            # others in a call of the engine.
+            check_together(self.engine.ranks, "ends a step")
         exact = tr_loss.double()
         try:
             return trainer._maybe_log_save_evaluate(exact, *args, **kwargs)
