@@ -12,6 +12,7 @@ import transformers
 from safetensors.torch import load_file
 
 from penstock.engine.engine import Engine
+from penstock.engine.prepare import prepare
 from penstock.model import tensor_layout
 from penstock.model.config import load_config
 from penstock.model.saved_names import SavedNames, names_on_save
@@ -138,3 +139,21 @@ def test_a_transposed_tensor_is_written_in_the_order_of_the_file(tmp_path: Path)
     saved = load_file(tmp_path / "saved/model.safetensors")
     assert name not in saved
     assert torch.equal(saved["transposed"], expected)
+
+
+def test_steps_with_a_learning_rate_of_0_leave_the_files_as_they_were(tmp_path: Path) -> None:
+    save_moe("mixtral", tmp_path / "model", shard="9KB")
+    ids = torch.randint(3, 60, (2, 16), generator=torch.Generator().manual_seed(1))
+    options: dict[str, Any] = {"optimizer": {"lr": 0.0}, "self_check": False, "device": "cpu"}
+    budget = {"hbm": "64MiB", "dram": "64MiB"}
+
+    with prepare(tmp_path / "model", context=16, batch=2, budget=budget, **options) as engine:
+        for _ in range(2):
+            engine.step({"input_ids": ids, "labels": ids})
+        engine.write(tmp_path / "saved")
+
+    assert model_files(tmp_path / "saved") == model_files(tmp_path / "model")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
