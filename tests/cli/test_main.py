@@ -147,7 +147,7 @@ def test_help_groups_the_flags_of_train(capsys: pytest.CaptureFixture[str]) -> N
 
 @pytest.mark.parametrize(
     ("line", "word", "expected"),
-    [("penstock tr", "1", "train"), ("penstock train --mom", "2", "--moments")],
+    [("penstock tr", "1", "train"), ("penstock train --store", "2", "--store-checksums")],
 )
 def test_the_shell_completes_commands_and_flags(line: str, word: str, expected: str) -> None:
     environment = {"_PENSTOCK_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": word}
