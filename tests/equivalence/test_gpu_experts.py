@@ -22,9 +22,9 @@ COMPILED = {"compiled": True, "loss_kernel": "fused", "attention": "varlen"}
 
 
 def train(family: str, name: str, disk: Path, **changes: Any) -> list[torch.Tensor]:
-    sizes = {"hidden_size": 64, "head_dim": 16, "initializer_range": 0.2}
+    sizes: dict[str, Any] = {"hidden_size": 64, "initializer_range": 0.2}
     if family != "deepseek_v3":
-        sizes |= {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+        sizes |= {"head_dim": 16, "output_router_logits": True, "router_aux_loss_coef": 0.5}
     config = engines.tiny_config(family, **sizes)
     spots, how = PLANS[name]
     work = engines.workload(context=32, **changes)

@@ -187,8 +187,8 @@ class Computer:
         self, step: StepState, block: int, micro: MicroBatch, routing: Routing
     ) -> None:
         """Add what a layer's forward pass says about its experts to the sums of the step."""
-        for logits in routing.logits if micro.router_sums is not None else ():
-            micro.router_sums.add(logits)
+        if micro.router_sums is not None:
+            micro.router_sums.add_all(routing.logits)
         step.count_rows(block, routing.offsets)
 
     def _wait_until_offloaded(self, step: StepState, round: int, previous: tuple[int, int]) -> None:
@@ -302,7 +302,7 @@ class Computer:
         if sums is None:
             return []
         factor = count_targets(micro.targets) * (step.loss_scale / step.num_items)
-        return [(each, sums.logit_gradient(each, factor)) for each in logits]
+        return sums.logit_gradients(logits, factor)
 
     # Gradient sums.
 

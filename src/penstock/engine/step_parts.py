@@ -215,8 +215,8 @@ class LayerForward(StepPart):
         self._saved = None
 
     def _add_routing(self, routing: Routing) -> None:
-        for logits in routing.logits if self.micro.router_sums is not None else ():
-            self.micro.router_sums.add(logits)
+        if self.micro.router_sums is not None:
+            self.micro.router_sums.add_all(routing.logits)
 
     def release(self) -> None:
         super().release()
@@ -234,11 +234,11 @@ class LayerBackward(LayerForward):
 
     def _compute(self) -> None:
         out, source, routing = self._differentiable()
-        sums, others = self.micro.router_sums, []
-        if sums is not None:
+        others: list[tuple[torch.Tensor, torch.Tensor]] = []
+        if self.micro.router_sums is not None:
             self._add_routing(routing)  # a step has done so in forward
             factor = count_targets(self.micro.targets)
-            others = [(each, sums.logit_gradient(each, factor)) for each in routing.logits]
+            others = self.micro.router_sums.logit_gradients(routing.logits, factor)
         differentiate(
             out, self._into, source, self._parameters, self._sums.add, into=self._into,
             others=others,

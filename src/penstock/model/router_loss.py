@@ -9,6 +9,7 @@ and not the logits of other layers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,11 +77,22 @@ class RouterSums:
         self._layers += 1
         self._tokens = logits.shape[0]
 
+    def add_all(self, logits: Sequence[torch.Tensor]) -> None:
+        """Add the logits of all routers of a layer."""
+        for each in logits:
+            self.add(each)
+
     def loss(self) -> torch.Tensor:
         """Return the loss of the micro-batch, with its coefficient."""
         assert self._probability is not None
         rows = self._rows()
         return self._weights(rows) @ (self._probability / rows)
+
+    def logit_gradients(
+        self, logits: Sequence[torch.Tensor], factor: torch.Tensor
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the logits of all routers of a layer, each with its `logit_gradient`."""
+        return [(each, self.logit_gradient(each, factor)) for each in logits]
 
     def logit_gradient(self, logits: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
         """Return the gradient of `factor` times the loss, for one layer's logits."""

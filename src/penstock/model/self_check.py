@@ -329,8 +329,8 @@ class _Blocks:
                     self._split.plain_layer(index, inputs[-1], called)
                 out, routing = self._split.routed_layer(index, inputs[-1], calls)
                 inputs.append(out)
-                for router_logits in routing.logits if sums is not None else ():
-                    sums.add(router_logits)
+                if sums is not None:
+                    sums.add_all(routing.logits)
         last = inputs.pop().requires_grad_()
         logits = self._split.logits(last[0])
         upstream = self._differentiate(-1, _loss(logits), last, None, gradients)
@@ -338,10 +338,9 @@ class _Blocks:
         for index in reversed(range(len(arguments))):
             source = inputs[index].requires_grad_()
             out, routing = self._split.routed_layer(index, source, calls)
-            others = [
-                (each, sums.logit_gradient(each, torch.tensor(float(LENGTH))))
-                for each in (routing.logits if sums is not None else ())
-            ]
+            others = []
+            if sums is not None:
+                others = sums.logit_gradients(routing.logits, torch.tensor(float(LENGTH)))
             upstream = self._differentiate(1 + index, out, source, upstream, gradients, others)
         self._differentiate(0, embedded, None, upstream, gradients)
         return _Results(logits.detach(), gradients)
