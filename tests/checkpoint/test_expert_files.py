@@ -20,6 +20,7 @@ from penstock.checkpoint.model_weights import ModelWeights
 from penstock.checkpoint.plain_tensors import PART
 from penstock.checkpoint.writer import ShardWriter, TensorOut
 from penstock.errors import UnsupportedModelError
+from penstock.generate.load import load_resident
 from penstock.model.saved_names import names_on_save
 from penstock.model.survey import survey
 from penstock.units import MiB
@@ -152,6 +153,20 @@ def test_mxfp4_experts_have_the_values_that_transformers_computes(
     assert set(read) == {name for name, _ in plain.named_parameters()}
     for name, tensor in plain.named_parameters():
         assert torch.equal(read[name], tensor), name
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_generation_computes_with_the_dequantized_weights(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    save_mxfp4(tmp_path)
+
+    model = load_resident(tmp_path, survey(tmp_path), dtype, "cpu", trust=False)
+
+    read = read_all(tmp_path)
+    for name, tensor in model.named_parameters():
+        assert tensor.dtype == dtype
+        assert torch.equal(tensor, read[name].to(dtype)), name
 
 
 def test_mxfp4_parts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
