@@ -18,7 +18,7 @@ from penstock.plan.schedule import Verb
 from penstock.plan.workload import CallerLoss
 from penstock.roles import Role
 from tests.equivalence.compiled import breaks, compile_by, graphs
-from tests.equivalence.runs import DRAM, KEPT, RESIDENT, Setup, Way, differing, state_of, train
+from tests.equivalence.runs import DRAM, KEPT, RESIDENT, Setup, Way, differing, state_of
 from tests.equivalence.test_models import packed_batch
 from tests.equivalence.test_plans import assert_same, train_each
 from tests.equivalence.test_ranks import batches_of, train_on_ranks
@@ -97,18 +97,26 @@ def test_only_what_is_not_kept_is_computed_twice(
     way: Way, recomputed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: Counter[int] = Counter()
-    original = SplitModel.layer
+    original = SplitModel.routed_layer
 
-    def counted(self: SplitModel, index: int, *args: Any) -> torch.Tensor:
+    def counted(self: SplitModel, index: int, *args: Any) -> Any:
         calls[index] += 1
         return original(self, index, *args)
 
     setup = Setup.of("llama")
     with setup.engine(way, tmp_path) as engine:
-        monkeypatch.setattr(SplitModel, "layer", counted)
+        monkeypatch.setattr(SplitModel, "routed_layer", counted)
         engine.step(setup.batches(1)[0])
 
     assert calls.total() == 9 + recomputed
+
+
+def stepped(setup: Setup, batches: list[Any], disk: Path) -> dict[str, torch.Tensor]:
+    """Return the state after steps that recompute every layer."""
+    with setup.engine(DRAM, disk) as engine:
+        for batch in batches:
+            engine.step(batch)
+        return state_of(engine)
 
 
 def test_an_evaluation_between_steps_saves_nothing_and_changes_nothing(tmp_path: Path) -> None:
@@ -121,7 +129,7 @@ def test_an_evaluation_between_steps_saves_nothing_and_changes_nothing(tmp_path:
         engine.step(second)
         state = state_of(engine)
 
-    assert differing(state, train(setup, DRAM, tmp_path, steps=2).state) == []
+    assert differing(state, stepped(setup, [first, second], tmp_path)) == []
 
 
 def test_an_interrupted_step_leaves_nothing_saved(
@@ -146,7 +154,7 @@ def test_an_interrupted_step_leaves_nothing_saved(
         engine.step(batch)
         state = state_of(engine)
 
-    assert differing(state, train(setup, DRAM, tmp_path, steps=1).state) == []
+    assert differing(state, stepped(setup, [batch], tmp_path)) == []
 
 
 @pytest.mark.parametrize("way", KEPT, ids=lambda way: way.name)
@@ -178,13 +186,14 @@ def test_plans_that_cannot_keep_are_refused(tmp_path: Path) -> None:
     plan = setup.plan(DRAM, tmp_path)
     old = replace(plan.workload, numerics=replace(plan.workload.numerics, forward="inference"))
     kept = setup.plan(SOME, tmp_path)
-    own = replace(plan.workload, accumulate=True, caller_loss=CallerLoss())
+    adding = Setup.of("llama", accumulate=True).plan(SOME, tmp_path)
+    own = replace(adding.workload, caller_loss=CallerLoss())
 
     for wrong, message in (
         (with_kept(plan, 0, 1), "which is no layer"),
         (with_kept(plan, 2, 1), "must be in HBM"),
         (replace(kept, workload=old), "earlier version"),
-        (replace(kept, workload=own), "the caller computes"),
+        (replace(adding, workload=own), "the caller computes"),
     ):
         with pytest.raises(PlanError, match=message):
             wrong.check_model(setup.model)
@@ -194,13 +203,13 @@ def test_numerics_of_earlier_versions_recompute_with_code_without_gradients(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     modes: list[bool] = []
-    original = SplitModel.layer
+    original = SplitModel.routed_layer
 
-    def noted(self: SplitModel, index: int, hidden: torch.Tensor, calls: Any) -> torch.Tensor:
+    def noted(self: SplitModel, index: int, hidden: torch.Tensor, calls: Any) -> Any:
         modes.append(hidden.requires_grad)
         return original(self, index, hidden, calls)
 
-    monkeypatch.setattr(SplitModel, "layer", noted)
+    monkeypatch.setattr(SplitModel, "routed_layer", noted)
     for forward in ("inference", "training"):
         setup = Setup.of("llama", forward=forward, batch=2)
         modes.clear()
