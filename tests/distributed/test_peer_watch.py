@@ -162,6 +162,34 @@ def test_messages_may_arrive_in_pieces() -> None:
         assert loss(first).problem == "gone"
 
 
+class SlowCall:
+    """A call of torch.distributed that ends just after a wait for it has timed out."""
+
+    def __init__(self, failure: str = "") -> None:
+        self.waits, self.failure = 0, failure
+
+    def is_completed(self) -> bool:
+        return self.waits > 0
+
+    def wait(self, timeout: object) -> None:
+        self.waits += 1
+        if self.waits == 1:
+            raise RuntimeError("Operation timed out!")
+        if self.failure:
+            raise RuntimeError(self.failure)
+
+
+def test_a_call_that_ends_after_its_wait_has_timed_out_has_not_failed() -> None:
+    with watches(2) as (first, _):
+        slow, failed = SlowCall(), SlowCall("Connection reset")
+
+        first.wait(slow)  # type: ignore[arg-type]
+        with pytest.raises(PeerLostError, match="Connection reset"):
+            first.wait(failed)  # type: ignore[arg-type]
+
+        assert slow.waits == failed.waits == 2
+
+
 def test_strangers_are_not_taken_for_ranks() -> None:
     """Someone who connects, and does not know the token, is dropped; the ranks still connect."""
     store = dist.HashStore()

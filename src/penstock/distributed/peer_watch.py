@@ -165,11 +165,13 @@ class PeerWatch:
         Raises PeerLostError once a rank is lost, although the call itself may never end.
         """
         while True:
+            # Asked before the wait: a call may end between a wait that times out and the question.
+            ended = work.is_completed()
             try:
                 work.wait(timedelta(seconds=SLICE_SECONDS))
                 return
             except RuntimeError as error:
-                if work.is_completed():
+                if ended:
                     self.explain(error)
             self.check()
 
