@@ -81,6 +81,19 @@ def test_tiles_change_neither_outputs_nor_what_is_said_about_rows(family: str) -
     assert int(rows[-1]) == 2 * TOKENS == int(rows[-2])
 
 
+def test_compiled_tiles_have_the_gradients_of_weights() -> None:
+    """Inside of a vjp, the compiler's trace does not say which gradients are needed."""
+    layer, experts = experts_of("olmoe")
+    use_experts_function([layer])
+    expected = gradients(experts.forward, experts)
+
+    tile_mlps([layer], 5)
+    found = gradients(torch.compile(experts.forward, backend="aot_eager"), experts)
+
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
 def test_layers_without_experts_are_told_apart() -> None:
     model = plain_model(tiny_config("deepseek_v3"), torch.float32)
 
