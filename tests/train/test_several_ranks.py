@@ -19,9 +19,10 @@ import pytest
 import torch
 
 from penstock.machine.limits import HostMemory
+from penstock.machine.sysfs import System
 from penstock.observe.peers import peer_waits
 from penstock.observe.run_files import read_run
-from penstock.settings import read_yaml
+from penstock.settings import Settings, read_yaml
 from penstock.train import launch
 from penstock.units import GiB
 from tests.train.runs import RESIDENT, RunResult, Runs, run_command, wait_for_exit, wait_for_line
@@ -186,6 +187,11 @@ def test_an_adapter_is_the_same_on_ranks(world: int, runs: Runs, tmp_path: Path)
     assert checkpoints_of(tmp_path / "several") == checkpoints_of(tmp_path / "one")
     assert "base_model.json" in files_of(tmp_path / "one/checkpoint-000004")
     assert metrics_of(tmp_path / "several") == metrics_of(tmp_path / "one")
+
+
+def test_a_batch_that_is_not_given_is_left_to_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "host_memory", lambda _: HostMemory(GiB, GiB, None))
+    launch._check_processes(Settings.of({"gpus": 3}), System())
 
 
 @pytest.mark.long

@@ -85,8 +85,8 @@ def _check_processes(settings: Settings, system: System) -> None:
     """
     ranks, schedule = settings.memory.gpus, settings.schedule
     size = schedule.micro_batch_size or 1  # which `auto` may choose
-    micro_batches = -(-schedule.batch // size)
-    if micro_batches < ranks:
+    # Without a batch, the first rank chooses one when it has read the data.
+    if schedule.batch is not None and -(-schedule.batch // size) < ranks:
         raise SettingsError("batch", too_few_micro_batches(schedule.batch, size, ranks))
     free = host_memory(system).free
     if free < ranks * IMPORTS:
