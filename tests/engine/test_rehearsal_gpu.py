@@ -17,6 +17,7 @@ import torch
 from penstock.engine.engine import Engine
 from penstock.engine.plan_choice import PlanChoice, PlanRequest, plan_request
 from penstock.engine.prepare import inspect_model, prepare
+from penstock.engine.rehearsal import KEPT_GAPS
 from penstock.errors import DeviceMemoryError, InfeasibleError
 from penstock.model.inventory import Inventory
 from penstock.plan.buffers import BufferPool, saved_nbytes
@@ -112,7 +113,9 @@ def test_steps_need_what_was_rehearsed(family: str) -> None:
             most = max(most, used)
             reserved = torch.cuda.max_memory_reserved() - engine.device.reserved_before
             assert reserved <= plan.allocator_nbytes + 22 * MiB
-        assert most >= 0.9 * rehearsed
+        kept = sum(block.kept for block in plan.placement.blocks)
+        # Kept layers share memory with the parts that compute, as if each part needed the most.
+        assert most >= (0.85 if kept else 0.9) * (rehearsed - kept * KEPT_GAPS)
         assert compiled_graphs() == graphs, "a step compiled something"
 
 

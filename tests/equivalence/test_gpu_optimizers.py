@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from penstock.model.meta_model import weight_dtype
-from penstock.tiers import Tier
 from tests.equivalence.runs import differing, state_of
 from tests.equivalence.test_cuda import PLANS
 from tests.equivalence.test_optimizers import CASES
@@ -31,7 +30,6 @@ def train(case: str, name: str, disk: Path, **changes: Any) -> dict[str, torch.T
     ) as engine:
         losses = [engine.step(batch) for batch in engines.batches(6, workload, config.vocab_size)]
         found = state_of(engine)
-        assert engine.tiers()[Tier.HBM.value]["tensors"] <= plan.peak(Tier.HBM)
     return found | {"losses": torch.stack(losses)}
 
 

@@ -221,6 +221,10 @@ def run_one(suite: Suite, worker: Worker, test: str) -> bool:
     if found is not None:
         detail, outcome = found["detail"], found["outcome"]
         suite.add(Result(test, outcome, found["seconds"], detail, worker.number))
+        if outcome in BAD and "CUDA error" in detail:
+            # The context of the process is lost, and every later test in it would fail as well.
+            worker.kill()
+            return False
         return True
     if worker.process.poll() is None:
         problem = f"took longer than {suite.limit:.0f} s; see {worker.log}"

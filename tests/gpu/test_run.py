@@ -54,6 +54,27 @@ def test_a_failure_fails_the_suite_and_is_shown(
     assert "not the same" in capsys.readouterr().out
 
 
+def test_a_process_that_has_lost_its_context_is_replaced(tmp_path: Path) -> None:
+    lost = """
+import pytest
+
+pytestmark = pytest.mark.gpu
+LOST = []
+
+@pytest.mark.parametrize("n", range(8))
+def test_many(n):
+    assert not LOST
+    if n in (1, 4):
+        LOST.append(n)
+        raise RuntimeError("CUDA error: misaligned address")
+"""
+    code, outcomes = run(tmp_path, {"test_a.py": lost})
+
+    assert code == 1
+    failed = {test for test, outcome in outcomes.items() if outcome != "passed"}
+    assert failed == {"test_many[1]", "test_many[4]"}
+
+
 def test_a_skip_is_an_error_unless_its_reason_is_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

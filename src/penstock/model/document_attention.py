@@ -145,6 +145,21 @@ def _attend_two_ways(
 attend = attention_function(_attend_documents, supports_sinks=True)
 
 
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that the GPU's kernels can read 16 bytes at a time, if code is compiled.
+
+    torch checks this when it chooses a kernel, but compiled code calls one without a look at
+    addresses. Latent attention passes a slice of one product as its values (DeepSeek's).
+    """
+    if not (tensor.is_cuda and torch.compiler.is_compiling()):
+        return tensor
+    elements = 16 // tensor.element_size()
+    *outer, inner = tensor.stride()
+    steps = [tensor.storage_offset(), *outer]
+    fits = inner == 1 and all(step % elements == 0 for step in steps)
+    return tensor if fits else tensor.contiguous()
+
+
 class _CausalAttention:
     """Causal attention over one document, or over rows that are one document each."""
 
@@ -183,9 +198,9 @@ class _CausalAttention:
         call: Any = sdpa_attention_forward
         output: torch.Tensor = call(
             self.module,
-            query,
-            key,
-            value,
+            _aligned(query),
+            _aligned(key),
+            _aligned(value),
             mask,
             dropout=self.dropout,
             scaling=self.scaling,

@@ -83,10 +83,13 @@ class _TiledForward:
             whole: torch.Tensor = self.original(hidden, *routing)
             return whole
         weights = [weight for _, weight in self.mlp.named_parameters(remove_duplicate=False)]
+        if not routing:  # the compiler of torch 2.11 splits a layer at the block below
+            return self._in_tiles(hidden, *weights)
         with noting_whole_batch(self.mlp, *routing):
-            tiled: torch.Tensor = _Tiles.apply(  # type: ignore[no-untyped-call]
-                self, 1 + len(routing), hidden, *routing, *weights
-            )
+            return self._in_tiles(hidden, *routing, *weights, inputs=1 + len(routing))
+
+    def _in_tiles(self, *tensors: torch.Tensor, inputs: int = 1) -> torch.Tensor:
+        tiled: torch.Tensor = _Tiles.apply(self, inputs, *tensors)  # type: ignore[no-untyped-call]
         return tiled
 
     def run_tile(
@@ -143,9 +146,9 @@ class _Tiles(torch.autograd.Function):
                 tile[0] = _after_previous(tile[0], previous)
 
                 def run(*given: torch.Tensor) -> torch.Tensor:
-                    every = dict(enumerate([*tile, *tensors[ctx.count :]]))  # noqa: B023
-                    every |= dict(zip((*inputs, *trained), given, strict=True))
-                    values = list(every.values())
+                    values = [*tile, *tensors[ctx.count :]]  # noqa: B023
+                    for place, value in zip((*inputs, *trained), given, strict=True):
+                        values[place] = value
                     return tiled.run_tile(values[: ctx.count], values[ctx.count :])
 
                 here = [*(tile[i] for i in inputs), *(tensors[i] for i in trained)]
@@ -156,7 +159,8 @@ class _Tiles(torch.autograd.Function):
                 previous = found[0]
                 yield rows, found[: len(inputs)]
 
-        with _replaying(ctx.random_state, grad.device), noting_whole_batch(tiled.mlp):
+        whole = noting_whole_batch(tiled.mlp) if ctx.count > 1 else contextlib.nullcontext()
+        with _replaying(ctx.random_state, grad.device), whole:
             input_grads = _assemble([tensors[i] for i in inputs], gradients())
         found = dict(zip(inputs, input_grads, strict=True))
         found |= {i: sums[i].to(tensors[i].dtype) for i in trained}
