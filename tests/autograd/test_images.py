@@ -207,7 +207,7 @@ def test_after_close_the_model_is_what_it_was() -> None:
         expected = model(**inputs).logits
     names = model.state_dict().keys()
     streamed, _ = stream(model)
-    weights = streamed.state_dict()
+    weights = {name: tensor.clone() for name, tensor in streamed.state_dict().items()}
     assert weights.keys() == names
     streamed.load_state_dict({n: t + 1 if "visi" in n else t for n, t in weights.items()})
     with torch.no_grad():

@@ -227,7 +227,7 @@ def test_a_twin_that_cannot_be_trained_is_an_error(monkeypatch: Patch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr(SplitModel, "layer", fail)
+    monkeypatch.setattr(SplitModel, "routed_layer", fail)
 
     with pytest.raises(SelfCheckError, match="RuntimeError: no such kernel"):
         check("llama")

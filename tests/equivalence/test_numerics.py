@@ -87,14 +87,14 @@ def test_backward_replays_the_dropout_of_forward(
     """The recomputation in backward gives the output of forward."""
     setup = Setup.of("gpt2", config={"resid_pdrop": 0.2, "attn_pdrop": 0.2}, micro_batch=5)
     seen: dict[int, list[torch.Tensor]] = {}
-    plain = SplitModel.layer
+    plain = SplitModel.routed_layer
 
-    def spy(self: SplitModel, index: int, *args: Any) -> torch.Tensor:
-        out = plain(self, index, *args)
+    def spy(self: SplitModel, index: int, *args: Any) -> Any:
+        out, routing = plain(self, index, *args)
         seen.setdefault(index, []).append(out.detach().clone())
-        return out
+        return out, routing
 
-    monkeypatch.setattr(SplitModel, "layer", spy)
+    monkeypatch.setattr(SplitModel, "routed_layer", spy)
     with setup.engine(RESIDENT, tmp_path) as engine:
         engine.forward_backward(setup.batches(1)[0])
 

@@ -96,7 +96,7 @@ def engine_threads() -> list[str]:
 
 def layers(monkeypatch: pytest.MonkeyPatch) -> Trap:
     """Return a trap in the computing thread."""
-    return Trap(monkeypatch, SplitModel, "layer")
+    return Trap(monkeypatch, SplitModel, "routed_layer")
 
 
 def reads(monkeypatch: pytest.MonkeyPatch) -> Trap:

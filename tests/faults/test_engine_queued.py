@@ -56,7 +56,7 @@ def test_a_kept_exception_does_not_keep_the_engines_memory(
     first, second = setup.batches(2)
     engine = setup.engine(DRAM, tmp_path)
     engine.step(first)
-    monkeypatch.setattr(SplitModel, "layer", fail)
+    monkeypatch.setattr(SplitModel, "routed_layer", fail)
     with pytest.raises(RuntimeError, match="layer failed") as caught:
         engine.step(second)
     engine.close()

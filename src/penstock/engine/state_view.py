@@ -70,9 +70,10 @@ class StateView(Mapping[str, dict[str, torch.Tensor]]):
         spec = self._inventory.blocks[block]
         if formats.optimizer == "adafactor":
             return _adafactor_keys(tensor.shape)
-        keys = STATE_KEYS[formats.optimizer]
-        if formats.optimizer == "muon":
-            keys = STATE_KEYS["sgd" if is_muon_matrix(spec, tensor) else "adamw"]
+        name = formats.optimizer
+        if name == "muon":
+            name = "sgd" if is_muon_matrix(spec, tensor) else "adamw"
+        keys = STATE_KEYS[name]
         return [(role, key, tensor.shape) for role, key in keys if formats.has(role)]
 
     def weight(self, name: str, dtype: torch.dtype) -> torch.Tensor:
