@@ -118,14 +118,16 @@ def test_a_fetch_moves_the_packed_bytes() -> None:
 def test_dequantizing_takes_time_in_every_round_that_computes() -> None:
     from penstock.planner.cost.rates import Rates
 
-    rates = Rates.of(preset("desktop-24gb"), "fp32", dtype="bf16", compiled=False)
+    machine, inventory = preset("desktop-24gb"), make_inventory()
+    rates = Rates.of(machine, "fp32", dtype="bf16", compiled=False)
     forward = Operation(Verb.FORWARD, 1, (), "forward")
+    budget = Budget(hbm=2 * GiB, dram=4 * GiB, cxl=0, nvme=())
+    placement = make_plan(inventory, workload(None), budget, machine).plan.placement
     seconds = {}
     for quantize in (None, "nf4", "int4"):
         work = workload(quantize)
-        seconds[quantize] = ComputeTime(work.stored(make_inventory()), work, 1, rates).seconds(
-            forward
-        )
+        times = ComputeTime(work.stored(inventory), work, placement, rates)
+        seconds[quantize] = times.seconds(forward)
     assert seconds["nf4"] == seconds["int4"] > seconds[None]
 
 
