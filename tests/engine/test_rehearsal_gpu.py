@@ -224,7 +224,7 @@ def _least(request: PlanRequest) -> int:
 def huge(choice: PlanChoice) -> Plan:
     """Return a plan that needs more memory than any GPU has."""
     roomy = replace(choice.plan, budget=replace(choice.plan.budget, hbm=2048 * GiB))
-    part = PartMemory(name="layer", forward=0, backward=1024 * GiB)
+    part = PartMemory(name="layer", forward=0, backward=1024 * GiB, saved=0)
     return roomy.with_memory(WorkingMemory(parts=(part,)))
 
 

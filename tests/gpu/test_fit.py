@@ -48,8 +48,9 @@ def test_a_random_model_trains_at_the_least_hbm(number: int, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("number", range(1))
-def test_a_tenth_less_than_the_least_hbm_is_not_enough(number: int, tmp_path: Path) -> None:
-    record = run(tmp_path / "fit.jsonl", number, "--below", "0.9", "--compiled", "0")
+def test_a_fifth_less_than_the_least_hbm_is_not_enough(number: int, tmp_path: Path) -> None:
+    """Of 206 random models at the least HBM, the least frugal used 83 % of it, a quarter 89 %."""
+    record = run(tmp_path / "fit.jsonl", number, "--below", "0.8", "--compiled", "0")
 
     failed = (*fit_campaign.OUT_OF_MEMORY, "refused")
     problem = f"{record.get('error')}\nrepeat with: {fit_campaign.repeat_command(record)}"

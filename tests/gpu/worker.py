@@ -7,8 +7,10 @@ serve: pytest replaces them while a test runs.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+import sys
 import time
 from typing import Any, TextIO
 
@@ -58,6 +60,8 @@ class _Worker:
         else:
             # No test follows as far as pytest can know, so it tears down all fixtures.
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
+        if self._result["outcome"] in ("failed", "error"):
+            _release_last_failure()
         self._send(**self._result, seconds=time.perf_counter() - began)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -72,6 +76,14 @@ class _Worker:
 
     def _send(self, **message: Any) -> None:
         print(json.dumps(message), file=self._reports, flush=True)
+
+
+def _release_last_failure() -> None:
+    """Drop the traceback that pytest keeps for debuggers: its frames hold tensors on the GPU."""
+    for name in ("last_type", "last_value", "last_traceback", "last_exc"):
+        if hasattr(sys, name):
+            delattr(sys, name)
+    gc.collect()
 
 
 def _reason(report: Any) -> str:

@@ -242,6 +242,7 @@ class _Stream:
         self._configs = [c for m in model.modules() if (c := getattr(m, "config", None))]
         self._embedding_only = self._make_placeholders()
         register_document_attention()
+        self._former_buffers: list[tuple[nn.Module, str, torch.Tensor]] = []
         self._connect()
         self._closed = False
         self.wrapper: PeftWrapper | None = None
@@ -324,6 +325,7 @@ class _Stream:
             return self.forward(*args, **kwargs)
 
         vars(base)["forward"] = forward
+        self._move_buffers(base)
         for name, module in self._streamed_modules():
             refuse = functools.partial(_refuse_hook, name)
             vars(module).update(dict.fromkeys(HOOKS, refuse))
@@ -333,6 +335,23 @@ class _Stream:
         vars(self.model)["_stream"] = self
         if self._towers is not None:
             self._towers.connect(self.engine.device.torch_device, self.dtype)
+
+    def _move_buffers(self, base: nn.Module) -> None:
+        """Move the buffers outside of the layers to the device, such as those of positions.
+
+        The model's own code after the layers runs with them, and some models' code expects that
+        they are where the hidden states are.
+        """
+        device = self.engine.device.torch_device
+        streamed = {id(module) for _, module in self._streamed_modules()}
+        for module in base.modules():
+            for leaf, tensor in module._buffers.items():
+                if tensor is None or tensor.is_meta or id(module) in streamed:
+                    continue
+                if tensor.device != device:
+                    self._former_buffers.append((module, leaf, tensor))
+        for module, leaf, tensor in self._former_buffers:
+            module._buffers[leaf] = tensor.to(device)
 
     def _bind(self, name: str, parameter: nn.Parameter) -> None:
         for module, leaf in self._holders[name]:
@@ -350,6 +369,8 @@ class _Stream:
             for hook in HOOKS:
                 vars(module).pop(hook, None)
         vars(self._probes.base).pop("forward", None)
+        for module, leaf, tensor in self._former_buffers:
+            module._buffers[leaf] = tensor
         self.model.__class__ = self._class
         del vars(self.model)["_stream"]
         if self._towers is not None:

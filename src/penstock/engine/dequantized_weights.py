@@ -29,8 +29,9 @@ class DequantizedWeights:
         self._inventory, self._dtype = inventory, weight_dtype(formats.dtype)
         self._compiled = compiled
         sizes = dequantized_nbytes(inventory, formats)
-        memory = device.empty(sum(sizes), "dequantized weights")
-        self._weights, self._scratch = memory[: sizes[0]], memory[sizes[0] :]
+        # Two allocations: the compiler refuses to write to one view of memory and to read another
+        # view of the same memory that has another type.
+        self._weights, self._scratch = (device.empty(n, "dequantized weights") for n in sizes)
         self._block: int | None = None  # whose weights are there
 
     def release(self) -> None:

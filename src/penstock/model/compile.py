@@ -84,6 +84,8 @@ class CompiledLayers:
     def __init__(self, layers: Sequence[nn.Module], *, deterministic: bool = True) -> None:
         # The compiler suggests TF32 for fp32 products. Who asks for fp32 does not want it.
         warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
+        # Asks users to report to PyTorch that a softmax could be faster; its result is the same.
+        warnings.filterwarnings("ignore", message=r"\s*Online softmax is disabled")
         self._bodies = LayerBodies(
             layers, make_shell=copy.deepcopy, make_body=_training_body, dynamic=False,
             options=deterministic_options() if deterministic else {},

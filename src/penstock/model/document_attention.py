@@ -149,14 +149,15 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor that the GPU's kernels can read 16 bytes at a time, if code is compiled.
 
     torch checks this when it chooses a kernel, but compiled code calls one without a look at
-    addresses. Latent attention passes a slice of one product as its values (DeepSeek's).
+    addresses. Latent attention passes a slice of one product as its values (DeepSeek's). Where a
+    slice begins cannot be asked here without splitting the compiled code in two, so its width
+    answers: the parts of a row whose width and whose own width are multiples begin at multiples.
     """
     if not (tensor.is_cuda and torch.compiler.is_compiling()):
         return tensor
     elements = 16 // tensor.element_size()
     *outer, inner = tensor.stride()
-    steps = [tensor.storage_offset(), *outer]
-    fits = inner == 1 and all(step % elements == 0 for step in steps)
+    fits = inner == 1 and all(size % elements == 0 for size in (tensor.shape[-1], *outer))
     return tensor if fits else tensor.contiguous()
 
 
