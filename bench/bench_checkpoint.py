@@ -26,8 +26,8 @@ import torch
 
 import penstock as ps
 from bench import certificate
-from bench.bench_engine import repeat_weights
 from bench.measuring import timed
+from bench.repeated_weights import repeat_weights
 from bench.shapes import SHAPES, config_of
 from penstock.engine.prepare import prepare
 from penstock.machine.presets import preset
@@ -130,11 +130,10 @@ def main() -> None:
     parser.add_argument("--dram", default="40GiB")
     parser.add_argument("--moments", default="fp32")
     parser.add_argument("--machine", default="h200")
-    parser.add_argument("--dtype", default="bf16", help=argparse.SUPPRESS)
     parser.add_argument("--save", action="store_true")
     args = parser.parse_args()
     torch.manual_seed(0)
-    repeat_weights(args)
+    repeat_weights(torch.bfloat16)
     with tempfile.TemporaryDirectory(dir=args.path) as folder:
         results = measure(args, Path(folder))
     if args.save:

@@ -24,8 +24,8 @@ from bench import certificate
 from bench.gpu_cells import PREDICTED
 from bench.measuring import HostPeak, device_peak, forget_device_peak, run_steps
 from bench.plain import plain_step
+from bench.repeated_weights import repeat_weights
 from bench.shapes import ALL_SHAPES, config_of
-from penstock.engine import initial_weights
 from penstock.engine.prepare import prepare
 from penstock.engine.step_records import Event, busy, idle
 from penstock.machine.presets import preset
@@ -55,10 +55,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--plain", action="store_true", help="also measure plain torch, with everything in HBM"
     )
+    parser.add_argument("--compile", action="store_true", help="compile the layers of plain torch")
     parser.add_argument(
         "--repeat-weights",
         action="store_true",
-        help="draw 16 M weights and repeat them, which is faster",
+        help="draw 4 M weights and repeat them, which is faster",
     )
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--name", help="name of the results file, after engine_")
@@ -153,6 +154,9 @@ def measure_plain(config: Any, args: argparse.Namespace) -> dict[str, Any]:
             model = family.from_config(config, dtype=weight_dtype(args.dtype))
         model.gradient_checkpointing_enable()
         model.train()
+        if args.compile:
+            for layer in model.get_decoder().layers:
+                layer.compile()
         size = args.micro_batch or args.batch
         step = plain_step(model, adamw={"lr": 1e-5}, clip=1.0, micro_batch=size)
         seconds, losses = run_steps(step, batches(config, args))
@@ -163,29 +167,10 @@ def measure_plain(config: Any, args: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def repeat_weights(args: argparse.Namespace) -> None:
-    """Make initial weights by repeating 16 M random numbers, which is faster than drawing all.
-
-    They have the type of the weights, so that the remainders of the master weights are zero.
-    """
-    drawn = (0.02 * torch.randn(1 << 24)).to(weight_dtype(args.dtype))
-
-    def repeated(_: object, block: Any, __: int) -> dict[str, torch.Tensor]:
-        def of(tensor: Any) -> torch.Tensor:
-            times = -(-tensor.elements // drawn.numel())
-            return drawn.repeat(times)[: tensor.elements].view(tensor.shape)
-
-        return {tensor.name: of(tensor) for tensor in block.tensors}
-
-    # Assigning to a name that does not exist would silently draw all weights.
-    assert hasattr(initial_weights, "_draw_block")
-    initial_weights._draw_block = repeated
-
-
 def main() -> None:
     args = arguments()
     if args.repeat_weights:
-        repeat_weights(args)
+        repeat_weights(weight_dtype(args.dtype))
     config = config_of(args.shape, args.context)
     results: dict[str, Any] = {"settings": {k: str(v) for k, v in vars(args).items()}}
     results["streamed"] = measure_engine(config, args)

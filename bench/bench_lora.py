@@ -29,8 +29,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench import certificate
 from bench.measuring import HostPeak, device_peak, forget_device_peak, run_steps
+from bench.repeated_weights import repeat_weights
 from bench.shapes import config_of
-from penstock.engine import initial_weights
 from penstock.engine.prepare import prepare
 from penstock.model.meta_model import weight_dtype
 from penstock.tiers import Tier
@@ -83,36 +83,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--context", type=int)
     parser.add_argument("--save", action="store_true")
     return parser.parse_args()
-
-
-def repeat_weights(dtype: torch.dtype) -> None:
-    """Let engines with random weights repeat one part, on the device that quantizes."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    drawn = (0.02 * torch.randn(1 << 22, device=device)).to(dtype)
-
-    def fill(
-        access: Any, inventory: Any, _model: Any, _seed: int,
-        *, adapter: Any = None, trainable: bool | None = None, **_others: Any,
-    ) -> None:  # fmt: skip
-        given = adapter or {}
-
-        def source(tensor: Any, low: int, high: int) -> torch.Tensor:
-            if tensor.name in given:
-                found: torch.Tensor = given[tensor.name].reshape(-1)[low:high]
-                return found
-            return drawn[: high - low]
-
-        def types(tensor: Any) -> torch.dtype:
-            return given[tensor.name].dtype if tensor.name in given else dtype
-
-        for index in range(len(inventory.blocks)):
-            initial_weights.set_master(access, index, inventory, source, types, trainable=trainable)
-        if device == "cuda":
-            torch.cuda.synchronize()  # copies within the GPU do not wait
-
-    # Assigning to a name that does not exist would silently draw all weights.
-    assert hasattr(initial_weights, "draw_weights")
-    initial_weights.draw_weights = fill
 
 
 def batches(vocabulary: int, context: int, steps: int) -> list[dict[str, torch.Tensor]]:

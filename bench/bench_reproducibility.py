@@ -22,8 +22,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench import certificate
-from bench.bench_engine import repeat_weights
 from bench.measuring import forget_device_peak, timed
+from bench.repeated_weights import repeat_weights
 from bench.shapes import SHAPES, config_of
 from penstock import prepare
 from penstock.engine.plan_choice import plan_request
@@ -84,7 +84,7 @@ def measure(config: Any, args: argparse.Namespace, plan: Plan) -> list[float]:
 
 def main() -> None:
     args = arguments()
-    repeat_weights(argparse.Namespace(dtype="bf16"))
+    repeat_weights(torch.bfloat16)
     config = config_of(args.shape, args.context)
     plans = {name: plan_of(config, args, changes) for name, changes in VARIANTS.items()}
     seconds: dict[str, list[float]] = {name: [] for name in VARIANTS}

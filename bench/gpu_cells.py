@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench.shapes import config_of
+from bench.shapes import TINY, config_of
 from penstock.engine.plan_choice import workload_for
 from penstock.machine.presets import preset
 from penstock.model.inventory import Inventory
@@ -49,6 +49,8 @@ class Cell:
     """Whether to measure the same compiled layers with everything in HBM too."""
     plain: bool = False
     """Whether to measure plain torch in HBM too."""
+    compile: bool = False
+    """Whether to compile the layers of plain torch."""
     seconds: int = 90
     """Expected seconds of the whole cell."""
 
@@ -67,7 +69,7 @@ class Cell:
             "dram": "512MiB",
             "nvme": "256MiB" if self.nvme else None,
         }
-        shape = "olmoe-tiny" if self.shape == "olmoe" else "tiny"
+        shape = TINY.get(self.shape, "tiny")
         return replace(self, shape=shape, context=64, batch=min(self.batch, 4),
                        micro_batch=None, steps=min(self.steps, 3), **scaled)  # fmt: skip
 
@@ -94,10 +96,35 @@ def cells() -> Iterator[Cell]:
         name="32b", part="32b", shape="32b", context=4096, batch=4, hbm="130GiB", dram="108GiB",
         nvme="48GiB", moments="int8", steps=2, seconds=300,
     )  # fmt: skip
-    yield Cell(
-        name="olmoe-4x4096", part="moe", shape="olmoe", context=4096, batch=4, hbm="60GiB",
-        dram="100GiB", steps=4, seconds=140,
-    )  # fmt: skip
+    yield from _experts()
+
+
+def _experts() -> Iterator[Cell]:
+    """Yield mixtures of experts, with the auxiliary loss of their routers.
+
+    Two ways to choose budgets: a card of 24 GiB, and about half of the states in HBM. With the
+    least HBM, moments are in bf16 because DRAM has no room for 113 GB of exact states.
+    """
+    olmoe = {"part": "moe", "shape": "olmoe", "context": 4096, "dram": "100GiB", "steps": 4}
+    baseline = {"plain": True, "compile": True}
+    oss = {"part": "moe", "shape": "gpt-oss-20b", "context": 4096, "moments": "int8",
+           "hbm": "24GiB", "dram": "108GiB", "nvme": "50GiB", "steps": 2}  # fmt: skip
+    least = {"part": "moe", "shape": "qwen3-30b-a3b-12", "context": 4096, "batch": 4,
+             "moments": "bf16", "dram": "90GiB", "steps": 3}  # fmt: skip
+    rows: list[dict[str, Any]] = [
+        olmoe | baseline | {"name": "olmoe-4x4096-24", "batch": 4, "hbm": "24GiB", "seconds": 110},
+        olmoe | baseline | {"name": "olmoe-16x4096-24", "batch": 16, "micro_batch": 4,
+                            "hbm": "24GiB", "seconds": 120},
+        olmoe | {"name": "olmoe-4x4096-60", "batch": 4, "hbm": "60GiB", "seconds": 70},
+        olmoe | {"name": "olmoe-16x4096-60", "batch": 16, "micro_batch": 4, "hbm": "60GiB",
+                 "seconds": 80},
+        least | {"name": "qwen3-12-least", "hbm": "12.4GiB", "seconds": 90},
+        least | {"name": "qwen3-12-16", "hbm": "16GiB", "seconds": 90},
+        oss | {"name": "gpt-oss-4x4096", "batch": 4, "seconds": 170},
+        oss | {"name": "gpt-oss-64x4096", "batch": 64, "micro_batch": 4, "seconds": 200},
+    ]  # fmt: skip
+    for fields in rows:
+        yield Cell(**fields)
 
 
 def _fast_and_long() -> Iterator[Cell]:

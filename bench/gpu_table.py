@@ -19,6 +19,7 @@ Seconds on an H200 machine, and the number of calls of under ten minutes:
 | curve     | 3b, DRAM 8 to 44 GiB; equal plans once                  | 260     | 1     |
 | moments   | 3b with fp32, bf16, int8 moments; three loss curves     | 160     | 1     |
 | 32b       | Qwen2.5-32B's sizes, int8 moments, two steps            | 110     | 1     |
+| moe       | OLMoE-1B-7B, 12 layers of Qwen3-30B-A3B, gpt-oss-20b     | 930     | 2     |
 | peers     | peers/table.py: torch's own arms, DRAM arms, disk arms   | 1,400   | 4     |
 | memascend | peers/memascend.py: all on disk, bf16 and fp16, limits  | 860     | 4     |
 """
@@ -154,6 +155,7 @@ def cell_command(cell: Cell, args: argparse.Namespace) -> list[str]:
         line += ["--nvme", f"{args.scratch}:{cell.nvme}"]
     if cell.resident:
         line += ["--resident", str(args.plans / f"{cell.whole().name}.json")]
+    line += ["--compile"] if cell.compile else []
     return [*line, *(["--plain"] if cell.plain else [])]
 
 

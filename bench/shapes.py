@@ -20,20 +20,53 @@ SHAPES: dict[str, tuple[int, ...]] = {
 Qwen2.5-32B and Llama-3.1-70B, and three smaller ones for rehearsals and quick measurements."""
 
 
-EXPERT_SHAPES: dict[str, dict[str, Any]] = {
-    "olmoe": {
+_OLMOE_TINY = {
+    "vocab_size": 1000, "hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 4,
+    "num_attention_heads": 8, "num_key_value_heads": 8, "num_experts": 8, "num_experts_per_tok": 2,
+}  # fmt: skip
+_QWEN3 = {
+    "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144,
+    "moe_intermediate_size": 768, "num_hidden_layers": 48, "num_attention_heads": 32,
+    "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+}  # fmt: skip
+_GPT_OSS_TINY = {
+    "vocab_size": 1000, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 4,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 8,
+    "num_experts_per_tok": 2, "layer_types": ["sliding_attention", "full_attention"] * 2,
+}  # fmt: skip
+
+EXPERT_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "olmoe": ("Olmoe", {
         "vocab_size": 50304, "hidden_size": 2048, "intermediate_size": 1024,
         "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 16,
         "num_experts": 64, "num_experts_per_tok": 8,
-    },
-    "olmoe-tiny": {
-        "vocab_size": 1000, "hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 4,
-        "num_attention_heads": 8, "num_key_value_heads": 8, "num_experts": 8,
-        "num_experts_per_tok": 2,
-    },
+    }),
+    "qwen3-30b-a3b": ("Qwen3Moe", _QWEN3),
+    "qwen3-30b-a3b-12": ("Qwen3Moe", _QWEN3 | {"num_hidden_layers": 12}),
+    "gpt-oss-20b": ("GptOss", {
+        "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880,
+        "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8,
+        "head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+    }),
+    "olmoe-tiny": ("Olmoe", _OLMOE_TINY),
+    "qwen3-moe-tiny": ("Qwen3Moe", _OLMOE_TINY | {
+        "moe_intermediate_size": 64, "head_dim": 32, "norm_topk_prob": True,
+    }),
+    "gpt-oss-tiny": ("GptOss", _GPT_OSS_TINY),
 }  # fmt: skip
-"""Mixtures of experts with the sizes of OLMoE-1B-7B (6.92 B parameters, 1.28 B of them active), and
-a tiny one for rehearsals."""
+"""Mixtures of experts by name: the family, and its sizes. They are those of OLMoE-1B-7B (6.92 B
+parameters, 1.28 B of them active), Qwen3-30B-A3B (30.5 B, 3.3 B active), the same with 12 of its 48
+layers, gpt-oss-20b (20.9 B, 3.6 B active), and tiny ones of each family for rehearsals."""
+
+TINY = {
+    "olmoe": "olmoe-tiny",
+    "qwen3-30b-a3b": "qwen3-moe-tiny",
+    "qwen3-30b-a3b-12": "qwen3-moe-tiny",
+    "gpt-oss-20b": "gpt-oss-tiny",
+}
+"""The shape with which another one is rehearsed, if it is not `tiny`."""
 
 ALL_SHAPES = (*SHAPES, *EXPERT_SHAPES)
 
@@ -43,10 +76,10 @@ def config_of(shape: str, context: int) -> Any:
     import transformers
 
     if shape in EXPERT_SHAPES:
+        family, sizes = EXPERT_SHAPES[shape]
         # Experts of a new model are used unevenly; the auxiliary loss is part of the step.
-        return transformers.OlmoeConfig(
-            **EXPERT_SHAPES[shape], max_position_embeddings=max(context, 4096),
-            output_router_logits=True,
-        )  # fmt: skip
-    sizes: dict[str, Any] = dict(zip(_FIELDS, SHAPES[shape], strict=True))
-    return transformers.LlamaConfig(**sizes, max_position_embeddings=max(context, 4096))
+        return getattr(transformers, f"{family}Config")(
+            **sizes, max_position_embeddings=max(context, 4096), output_router_logits=True
+        )
+    fields: dict[str, Any] = dict(zip(_FIELDS, SHAPES[shape], strict=True))
+    return transformers.LlamaConfig(**fields, max_position_embeddings=max(context, 4096))
