@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch
 
 import penstock
 from penstock.checkpoint.adapter_files import BASE, BaseModel
-from penstock.checkpoint.errors import BaseModelError
+from penstock.checkpoint.errors import AdapterConfigError, BaseModelError
 from penstock.errors import EngineError, SelfCheckError, UnsupportedModelError
 from tests.equivalence.runs import DISK, DRAM, RESIDENT
 from tests.equivalence.test_adapters import OPTIMIZER, assert_close, make_plan, train_plainly
@@ -103,6 +105,28 @@ def test_a_checkpoint_of_other_frozen_weights_is_refused(tmp_path: Path) -> None
         pytest.raises(BaseModelError, match="differ from them"),
     ):
         engine.read(tmp_path / "saved")
+
+
+@pytest.mark.parametrize(
+    ("saved", "read", "parts"),
+    [
+        (["lm_head"], None, "does not describe these tensors: base_model.model.lm_head.weight"),
+        (None, ["lm_head"], "describes tensors that the file lacks: base_model.model.lm_head"),
+    ],
+)
+def test_a_checkpoint_of_an_adapter_with_other_modules_is_refused_by_name(
+    saved: list[str] | None, read: list[str] | None, parts: str, tmp_path: Path
+) -> None:
+    """Other weights are frozen then, so the digests differ; the base model is not to blame."""
+    first, second = (adapted("llama", lora(modules_to_save=names)) for names in (saved, read))
+    with prepare(first, tmp_path) as engine:
+        engine.write(tmp_path / "saved")
+    with (
+        prepare(second, tmp_path) as engine,
+        pytest.raises(AdapterConfigError, match=re.escape(parts)) as caught,
+    ):
+        engine.files.read(tmp_path / "saved")
+    assert f"(modules_to_save: {json.dumps(read)})" in str(caught.value)
 
 
 def test_the_digest_does_not_depend_on_the_plan(tmp_path: Path) -> None:

@@ -239,6 +239,73 @@ def test_a_merge_with_other_weights_is_refused(whole: Whole, runs: Runs, tmp_pat
     assert BaseModel.load(whole[0]).path == str(runs.model.resolve())
 
 
+HEAD = "base_model.model.lm_head.weight"
+EMBEDDING = "base_model.model.model.embed_tokens.weight"
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"modules_to_save": None}, [f"does not describe these tensors: {HEAD}", "to_save: null"]),
+        (
+            {"modules_to_save": ["embed_tokens"]},
+            [f"that the file lacks: {EMBEDDING}", f"tensors: {HEAD}", 'to_save: ["embed_tokens"]'],
+        ),
+        (
+            {"target_modules": ["q_proj", "v_proj"]},
+            ["self_attn.k_proj.lora_A.weight", "more (target_modules: [", '"q_proj"'],
+        ),
+        ({"use_dora": True}, ["that the file lacks", "(use_dora: true)"]),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_config_that_describes_other_tensors_than_the_adapter_has_is_refused(
+    whole: Whole, runs: Runs, tmp_path: Path, changes: dict[str, Any], parts: list[str]
+) -> None:
+    """Tensors that the config does not describe would be ignored, and the weights be wrong."""
+    adapter = tmp_path / "adapter"
+    names = ("adapter_config.json", "adapter_model.safetensors")
+    adapter.mkdir()
+    for name in names:  # as an adapter from elsewhere, without a record of its base model
+        shutil.copy(whole[0] / name, adapter / name)
+    config = json.loads((adapter / names[0]).read_text())
+    (adapter / names[0]).write_text(json.dumps(config | changes))
+    merge = ["merge", str(adapter), "--into", str(tmp_path / "merged")]
+    for command in (merge, ["generate", str(adapter), "--prompt", "a", "--max-new", "2"]):
+        result = run_command(command)
+        assert result.code == 1
+        assert all(part in result.errors for part in (*names, *parts)), result.errors
+        assert "trained with the weights" not in result.errors
+    assert not (tmp_path / "merged").exists()
+    checked = run_command(["check", str(adapter), "--json"])
+    assert checked.code == 1
+    assert parts[0] in json.loads(checked.output)["problems"][0]
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
+def test_an_embedding_that_peft_saved_with_its_adapter_may_be_that_of_the_base_model(
+    runs: Runs, tmp_path: Path
+) -> None:
+    """PEFT saves the frozen embedding too if it has an adapter. A changed one is refused."""
+    adapter, merged = tmp_path / "adapter", tmp_path / "merged"
+    base = transformers.AutoModelForCausalLM.from_pretrained(runs.model, dtype=torch.bfloat16)
+    config = peft.LoraConfig(r=2, target_modules=["embed_tokens", "q_proj"])
+    model = peft.get_peft_model(base, config)
+    torch.nn.init.normal_(model.base_model.model.model.embed_tokens.lora_embedding_A.default)
+    model.save_pretrained(adapter)
+    name = "base_model.model.model.embed_tokens.base_layer.weight"
+    saved = tensors(adapter)
+    assert name in saved
+    merge = ["merge", str(adapter), "--into", str(merged), "--base", str(runs.model), "--json"]
+    assert run_command(merge).code == 0
+    expected = model.merge_and_unload().state_dict()
+    assert all(torch.equal(t, expected[n]) for n, t in tensors(merged, "model").items())
+    saved[name][3, 2] += 1
+    safetensors.torch.save_file(saved, adapter / "adapter_model.safetensors", {"format": "pt"})
+    shutil.rmtree(merged)
+    assert f"does not describe these tensors: {name}" in run_command(merge).errors
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [

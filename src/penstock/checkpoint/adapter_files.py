@@ -11,7 +11,7 @@ import copy
 import hashlib
 import json
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,7 +21,8 @@ import torch
 from penstock import records
 from penstock.checkpoint.checksums import crc32c, to_hex
 from penstock.checkpoint.disk import bytes_of
-from penstock.checkpoint.errors import BaseModelError
+from penstock.checkpoint.errors import AdapterConfigError, BaseModelError
+from penstock.checkpoint.reader import ShardReader
 from penstock.durable_files import replace_file
 from penstock.errors import RecordError
 from penstock.model.adapters import Adapter, base_name
@@ -143,3 +144,31 @@ class AdapterFiles:
 def is_adapter(folder: str | Path) -> bool:
     """Return whether a directory has an adapter, and not a whole model."""
     return Path(folder, CONFIG).is_file() and Path(folder, f"{STEM}.safetensors").is_file()
+
+
+def check_described(
+    shards: ShardReader,
+    adapter: Adapter,
+    described: Collection[str],
+    *,
+    config: str = CONFIG,
+    allowed: Callable[[str], bool] = lambda _: False,
+) -> None:
+    """Raise AdapterConfigError unless an adapter's file has the tensors that its config describes.
+
+    Args:
+        shards: The file.
+        adapter: The adapter with that config.
+        described: Names of the tensors that such an adapter has.
+        config: What to call the config in the message.
+        allowed: Returns whether a further tensor in the file changes nothing.
+    """
+    missing = [name for name in described if name not in shards.names_set]
+    unknown = [name for name in shards.names if name not in described and not allowed(name)]
+    if missing or unknown:
+        raise AdapterConfigError(
+            str(shards.files[0]),
+            config=config,
+            missing={name: adapter.config_entry(name) for name in missing},
+            unknown={name: adapter.config_entry(name) for name in unknown},
+        )

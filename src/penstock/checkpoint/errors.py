@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from penstock.errors import PenstockError, RecordError
 from penstock.units import format_bytes
@@ -237,6 +237,28 @@ class BaseModelError(CheckpointError, ValueError):
         )
 
 
+class AdapterConfigError(CheckpointError, ValueError):
+    """An adapter's file has other tensors than its config describes.
+
+    `missing` and `unknown` are the names of tensors, each with the entry of the config that says
+    whether the adapter has it.
+    """
+
+    def __init__(
+        self, path: str, *, config: str, missing: Mapping[str, str], unknown: Mapping[str, str]
+    ) -> None:
+        self.path, self.config = path, config
+        self.missing, self.unknown = dict(missing), dict(unknown)
+        problems = []
+        if missing:
+            problems.append(f"{config} describes tensors that the file lacks: {_listed(missing)}")
+        if unknown:
+            problems.append(f"{config} does not describe these tensors: {_listed(unknown)}")
+        super().__init__(
+            f"{path}: {'; '.join(problems)}. Use the config that the adapter was saved with"
+        )
+
+
 class CheckpointExistsError(CheckpointError, FileExistsError):
     """There is already a complete checkpoint of this step. It was not changed."""
 
@@ -306,6 +328,17 @@ UNREADABLE = (
 
 class StateError(CheckpointError, RecordError):
     """A training state is invalid."""
+
+
+def _listed(tensors: Mapping[str, str]) -> str:
+    """Return the first tensors of each entry of a config."""
+    by_entry: dict[str, list[str]] = {}
+    for name, entry in tensors.items():
+        by_entry.setdefault(entry, []).append(_printable(name))
+    return ", ".join(
+        f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if names[3:] else ''} ({entry})"
+        for entry, names in by_entry.items()
+    )
 
 
 def _named_run(run_id: str) -> str:

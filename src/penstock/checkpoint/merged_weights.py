@@ -17,13 +17,19 @@ import torch
 from torch import nn
 
 from penstock import records
-from penstock.checkpoint.adapter_files import CONFIG, STEM, BaseModel, WeightDigest
+from penstock.checkpoint.adapter_files import (
+    CONFIG,
+    STEM,
+    BaseModel,
+    WeightDigest,
+    check_described,
+)
 from penstock.checkpoint.assemble import Assembler
 from penstock.checkpoint.errors import TensorMismatchError
 from penstock.checkpoint.model_weights import ModelWeights
 from penstock.checkpoint.reader import ShardReader
 from penstock.errors import RecordError, SettingsError, UnsupportedModelError
-from penstock.model.adapters import COPIES, Adapter, base_name, find_adapter
+from penstock.model.adapters import COPIES, WRAPPER, Adapter, base_name, find_adapter
 from penstock.model.config import load_config
 from penstock.model.inventory import TensorSpec
 from penstock.model.meta_model import build_model, on_meta, weight_dtype
@@ -52,11 +58,20 @@ def load_adapter(folder: str | Path) -> Adapter:
         raise RecordError("", f"PEFT cannot read it: {problem}", where=str(path)) from None
 
 
+def _attach(adapter: Adapter, model: nn.Module, path: Path) -> nn.Module:
+    """Put a saved adapter into a model. Raises RecordError, which names its config."""
+    try:
+        return adapter.attach(model)
+    except SettingsError as problem:
+        raise RecordError("", problem.problem, where=str(path)) from None
+
+
 class MergedWeights:
     """The weights of a base model in a directory, with the adapter of another directory.
 
     It delivers what `ModelWeights` does. Raises BaseModelError if the adapter was trained with
-    other weights. Several threads may read.
+    other weights, and AdapterConfigError if its file has other tensors than its config describes.
+    Several threads may read.
     """
 
     def __init__(
@@ -74,19 +89,19 @@ class MergedWeights:
         model = build_model(
             self.config, torch.float32, torch.device("cpu"), trust_remote_code=trust_remote_code
         )
-        model = load_adapter(folder).attach(model)
+        model = _attach(load_adapter(folder), model, Path(folder, CONFIG))
         adapter = find_adapter(model)
         assert adapter is not None
         self._model, self._adapter = model, adapter
         self._names = adapter.file_names(model)
         self._modules = _modules_by_tensor(model, adapter)
         self._replaced = _replaced_tensors(self._names, adapter)
-        self._check_tie()
         self._lock, self._thread = threading.Lock(), threading.local()
         with contextlib.ExitStack() as opened:
             self.base = opened.enter_context(ModelWeights(base, self.inventory, dtype))
             self._tensors = opened.enter_context(ShardReader(folder, STEM))
             self._check_tensors(model)
+            self._check_tie()
             recorded = BaseModel.load(folder)
             recorded.check(folder, self._identify(str(base), recorded.dtype))
             self._opened = opened.pop_all()
@@ -197,13 +212,27 @@ class MergedWeights:
         return out
 
     def _check_tensors(self, model: nn.Module) -> None:
-        """Raise an error unless the file has all tensors of the adapter, in their shapes."""
+        """Raise an error unless the file has the tensors of the adapter, in their shapes."""
+        described = set(self._names.values())
+        check_described(self._tensors, self._adapter, described, allowed=self._is_of_base)
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         for own, name in self._names.items():
             spec = self._tensors.spec(name)
             if spec.shape != shapes[own]:
                 wanted, had = f"shape {shapes[own]}", f"shape {spec.shape}"
                 raise TensorMismatchError(self._tensors.file_of(name), name, wanted=wanted, had=had)
+
+    def _is_of_base(self, name: str) -> bool:
+        """Return whether a tensor of the adapter's file is one of the base model, unchanged.
+
+        PEFT also saves an embedding that has an adapter.
+        """
+        wanted = base_name(name.removeprefix(WRAPPER))
+        tensors = (tensor for block in self.inventory.blocks for tensor in block.tensors)
+        tensor = next((tensor for tensor in tensors if tensor.name == wanted), None)
+        if tensor is None or self._tensors.spec(name).shape != tensor.shape:
+            return False
+        return torch.equal(self._own(name).to(self.dtype(tensor)), self._whole(tensor))
 
     def _check_tie(self) -> None:
         """Raise UnsupportedModelError if merging would untie the head from the embedding."""

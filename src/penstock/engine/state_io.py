@@ -17,7 +17,12 @@ from pathlib import Path
 import torch
 
 from penstock.checkpoint.adapter_files import STEM as ADAPTER
-from penstock.checkpoint.adapter_files import AdapterFiles, BaseModel, WeightDigest
+from penstock.checkpoint.adapter_files import (
+    AdapterFiles,
+    BaseModel,
+    WeightDigest,
+    check_described,
+)
 from penstock.checkpoint.assemble import Assembler
 from penstock.checkpoint.errors import TensorMismatchError
 from penstock.checkpoint.manifest import FileRecord
@@ -131,12 +136,15 @@ class EngineFiles:
 
     def _read_adapter(self, folder: Path, adapter: AdapterFiles) -> None:
         """Read an adapter and its states. The frozen weights stay as they are."""
-        BaseModel.load(folder).check(folder, adapter.base)
         with (
             ShardReader(folder, ADAPTER) as tensors,
             ShardReader(folder, OPTIMIZER) as states,
             BoundedExecutor(READERS) as executor,
         ):
+            # First: with another adapter, other weights are frozen, and their digest differs.
+            described = {tensor.name for tensor in self._adapter_tensors(adapter)}
+            check_described(tensors, adapter.adapter, described, config="the adapter of this run")
+            BaseModel.load(folder).check(folder, adapter.base)
             read = _adapter_reader(tensors, adapter)
             for index in range(len(self._inventory.blocks)):
                 # The file has master weights. Their other part is in the file of the states.

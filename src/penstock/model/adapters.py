@@ -11,6 +11,7 @@ tensors in its files.
 from __future__ import annotations
 
 import copy
+import json
 import sys
 import warnings
 from collections.abc import Mapping
@@ -86,6 +87,23 @@ class Adapter:
 
         prefix = PEFT_TYPE_TO_TUNER_MAPPING[self.config.peft_type].prefix
         return any(part.startswith(prefix) for part in name.split("."))
+
+    def config_entry(self, name: str) -> str:
+        """Return the entries of the config that say whether the adapter has a tensor, with values.
+
+        `name` is one of PEFT's files.
+        """
+        if not self.is_own(name):
+            entries = ["modules_to_save", *(["bias"] if name.endswith(".bias") else [])]
+        elif "magnitude" in name:
+            entries = ["use_dora"]
+        elif name.endswith(".bias"):
+            entries = ["lora_bias"]
+        else:
+            entries = ["target_modules", "exclude_modules", "layers_to_transform"]
+        values = {entry: _as_json(getattr(self.config, entry, None)) for entry in entries}
+        stated = {entry: value for entry, value in values.items() if value or entry == entries[0]}
+        return ", ".join(f"{entry}: {json.dumps(value)}" for entry, value in stated.items())
 
     def attach_to_twin(self, twin: nn.Module) -> None:
         """Put the same adapter into a model with other sizes; all its tensors are trained.
