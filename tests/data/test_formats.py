@@ -238,6 +238,12 @@ def test_a_directory_says_what_it_does_not_read(tmp_path: Path) -> None:
     assert any("read as plain text: c.txt.gz" in note for note in notes)
 
 
+@pytest.mark.parametrize("named", ["", ["texts.jsonl", ""]])
+def test_a_source_without_a_name_is_not_the_current_directory(named: str | list[str]) -> None:
+    with pytest.raises(SourceError, match=r'^data: got "" as a name; pass a file'):
+        find_sources(named)
+
+
 def test_a_directory_without_data_says_what_it_has(tmp_path: Path) -> None:
     (tmp_path / "data.xlsx").write_bytes(b"")
 

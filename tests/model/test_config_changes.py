@@ -53,3 +53,11 @@ def test_a_dense_model_of_a_class_with_experts_has_none() -> None:
     check_fields({"num_local_experts": 0, "hidden_size": 64}, "config.json")
     with pytest.raises(SurveyError, match="hidden_size must be a whole number from 1 to"):
         check_fields({"num_local_experts": 0, "hidden_size": 0}, "config.json")
+
+
+@pytest.mark.parametrize("name", ["rms_norm_eps", "layer_norm_epsilon"])
+def test_an_epsilon_below_zero_is_refused(name: str) -> None:
+    check_fields({name: 0.0}, "config.json")
+    for value in (-1e-6, float("nan")):
+        with pytest.raises(SurveyError, match=f"config.json: {name} must be 0 or above"):
+            check_fields({name: value}, "config.json")

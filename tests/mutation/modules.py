@@ -8,7 +8,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def _in(package: str, names: str) -> list[str]:
-    return [f"src/penstock/{package}/{name}.py" for name in names.split()]
+    folder = f"src/penstock/{package}".removesuffix("/")
+    return [f"{folder}/{name}.py" for name in names.split()]
 
 
 MODULES = (
@@ -16,18 +17,31 @@ MODULES = (
     *_in("engine", "hidden_states initial_weights loss optimizer pending_update program"),
     *_in("engine", "result_record runner spans state_io state_view step_state tensor_access"),
     *_in("engine", "ticket_board tier_memory transfer"),
+    *_in("engine", "caller_passes dequantized_weights gradient_buffers held_blocks memory_source"),
+    *_in("engine", "rank_agreement rank_exchange restore step_parts tensor_updates"),
+    *_in("engine", "weight_streamer"),
     *_in("model", "attention attention_launch checkpoint_names document_attention inventory"),
     *_in("model", "mlp_tiles parameter_flow quantization split survey varlen_attention"),
-    *_in("optim", "formats norms optimizers reference rules sweep"),
+    *_in("model", "adapters embedding_noise experts freeze live_model quantize rotary router_loss"),
+    *_in("model", "saved_names tensor_layout text_stack weight_conversion"),
+    *_in("", "lora_options packed_weights"),
+    *_in("optim", "formats norms optimizers reference rules sweep tensor_rules"),
     *_in("plan", "activation_overlay budget buffers build_schedule cuda_allocator lifetimes"),
     *_in("plan", "memory_interpolation packing placement placement_index plan schedule staging"),
-    *_in("plan", "traffic working_memory working_memory_estimate workload"),
-    *_in("planner", "candidate drives evaluator planner staging_pieces"),
+    *_in("plan", "seats traffic update_workspace working_memory working_memory_estimate workload"),
+    *_in("planner", "candidate drives evaluator kept_layers planner staging_pieces"),
     *_in("checkpoint", "disk manifest model_files model_weights reader run_directory"),
     *_in("checkpoint", "safetensors_header training_state writer"),
+    *_in("checkpoint", "adapter_files assemble checksums merged_weights plain_tensors"),
+    *_in("checkpoint", "shard_template verify"),
     *_in("train", "checkpoints inputs learning_rate loop plan_choice resume session"),
     *_in("data", "batches chat dataset encode examples packing shuffle sources token_cache"),
     *_in("data", "tokenizer"),
+    *_in("autograd", "inputs layers_function model model_masks module_modes optimizer parameters"),
+    *_in("autograd", "peft_wrapper stream towers"),
+    *_in("integrations", "checkpoint_folder engine_setup optimizer_choice sequence_length"),
+    *_in("integrations", "several_ranks sft_trainer trainer window"),
+    *_in("distributed", "peer_sockets peer_watch rank_group shared_ranks thread_ranks"),
     *_in("storage", "direct_file header layout store store_files tickets volume"),
 )
 """Modules whose faults can change a result, a plan's bytes or a file.

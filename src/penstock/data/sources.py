@@ -41,6 +41,8 @@ def find_sources(
     named = [sources] if isinstance(sources, str | Path) else list(sources)
     if not named:
         raise SourceError("data", "no file was given; pass a file, a directory or a dataset ID")
+    if "" in named:  # as a path, it would be the current directory
+        raise SourceError("data", 'got "" as a name; pass a file, a directory or a dataset ID')
     return [_find_source(str(name), streaming, on_note) for name in named]
 
 

@@ -46,6 +46,9 @@ _WIDTHS = ("hidden_size", "n_embd", "d_model")
 _PROBABILITIES = ("dropout", "pdrop")
 """Parts of the names of fields that are probabilities."""
 
+_EPSILONS = ("_eps", "_epsilon")
+"""Ends of the names of fields that norms add to a square."""
+
 
 def check_config_file(path: Path) -> None:
     """Raise SurveyError, which names the file and the field, if a config file is invalid."""
@@ -74,6 +77,9 @@ def check_fields(fields: Mapping[str, Any], where: str, *, least: int = 1) -> No
             check_fields(value, where, least=0)
         elif name == "rope_theta" and isinstance(value, int | float) and not value > 0:
             raise SurveyError(f"{where}: {name} must be above 0, got {_show(value)}")
+        elif name.endswith(_EPSILONS) and isinstance(value, int | float) and not value >= 0:
+            # The root of a negative number is NaN, and so is the first loss.
+            raise SurveyError(f"{where}: {name} must be 0 or above, got {_show(value)}")
         elif any(part in name for part in _PROBABILITIES) and isinstance(value, int | float):
             # The model may not notice before its first training step.
             if not 0 <= value <= 1:
