@@ -76,6 +76,7 @@ TESTS = (
     "tests/storage", "tests/conformance", "tests/faults/test_store_device.py",
     "tests/faults/test_store_crash.py", "tests/cli/test_plan.py", "tests/cli/test_data.py",
     "tests/cli/test_main.py", "tests/memory", "tests/conformance_models", "tests/prediction",
+    "tests/autograd", "tests/integrations", "tests/distributed",
 )  # fmt: skip
 """Tests of the line map. More would find more, but the map takes as long as all of them."""
 
