@@ -7,22 +7,37 @@ The figures are in the repository, so that pages show them without this script.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
 IMAGES = Path(__file__).parents[1] / "img"
+REPORT_STYLE = Path(__file__).parents[2] / "src/penstock/observe/page.css"
 
 THEMES = {
     "light": {"text": "#263238", "muted": "#607d8b", "line": "#90a4ae", "panel": "#eceff1"},
     "dark": {"text": "#eceff1", "muted": "#b0bec5", "line": "#78909c", "panel": "#37474f"},
 }
-HUES = {
-    "weights": "#26a69a", "gradients": "#ef6c00", "states": "#5c6bc0", "activations": "#ab8a2e",
-    "compute": "#43a047", "sweep": "#5c6bc0", "working": "#8d6e63",
+COLOUR_NUMBERS = {
+    "compute": 0, "weights": 1, "gradients": 2, "states": 3, "sweep": 3, "activations": 4,
+    "working": 7,
 }  # fmt: skip
-"""Colours of what is stored and done, on light and on dark pages."""
+"""Colours of what is stored and done: those of the report page, where copies to the GPU have the
+colour of weights and copies from the GPU that of gradients."""
+
+
+def report_colours() -> dict[str, dict[str, str]]:
+    """Return the colours of the report page (c0 to c7, and `on` for text on them), by theme."""
+    light, dark = REPORT_STYLE.read_text().split("prefers-color-scheme: dark")[:2]
+    return {
+        theme: dict(re.findall(r"--(c\d|on): (#[0-9a-f]{6})", style))
+        for theme, style in (("light", light), ("dark", dark))
+    }
+
+
+COLOURS = report_colours()
 
 
 @dataclass
@@ -34,14 +49,19 @@ class Drawing:
     theme: str
     parts: list[str] = field(default_factory=list)
 
+    @property
+    def colours(self) -> dict[str, str]:
+        return COLOURS[self.theme]
+
     def box(self, x: float, y: float, w: float, h: float, fill: str, label: str = "",
             size: int = 12) -> None:  # fmt: skip
-        colour = HUES.get(fill) or THEMES[self.theme].get(fill, fill)
+        at = COLOUR_NUMBERS.get(fill)
+        colour = THEMES[self.theme].get(fill, fill) if at is None else self.colours[f"c{at}"]
         self.parts.append(
             f'<rect x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}" rx="3" fill="{colour}"/>'
         )
         if label:
-            on_colour = "#ffffff" if fill in HUES else THEMES[self.theme]["text"]
+            on_colour = THEMES[self.theme]["text"] if at is None else self.colours["on"]
             self.text(x + w / 2, y + h / 2 + size * 0.35, label, size, "middle", on_colour)
 
     def text(self, x: float, y: float, words: str, size: int = 12, anchor: str = "start",

@@ -71,14 +71,61 @@ def test_a_streamed_run_has_none_of_these_findings() -> None:
     assert "hidden behind compute" in kinds["sweep"].text
 
 
-def test_findings_are_sorted_by_severity_and_cost() -> None:
-    findings = find(measure(offloaded()))
+def test_findings_are_sorted_by_what_can_be_gained() -> None:
+    findings = find(measure(offloaded(exit_code=3)))
 
-    levels = [finding.level for finding in findings]
-    assert levels == sorted(levels, key=["bad", "warn", "note"].index)
-    warned = [finding.seconds for finding in findings if finding.level == "warn"]
-    assert warned == sorted(warned, reverse=True)
-    assert findings[0].kind == "waiting"
+    assert findings[0].level == "bad"
+    todo = [finding for finding in findings[1:] if finding.action]
+    assert len(todo) >= 3
+    assert list(findings[1 : len(todo) + 1]) == todo  # what has no remedy comes last
+    gains = [finding.seconds for finding in todo]
+    assert gains == sorted(gains, reverse=True)
+    assert todo[0].text.startswith("GPU idle for 600 ms per step during the CPU optimizer sweep")
+
+
+def test_advice_names_flags_only_for_runs_of_penstock() -> None:
+    own = offloaded()
+    kinds = by_kind(own)
+    assert "--batch" not in kinds["waiting"].action
+    assert "pin_memory" in kinds["pageable"].action
+    planned = {f.text: f.action for f in find(measure(offloaded(planned=PLANNED)))}
+    assert "`--batch`" in planned["GPU idle for 600 ms per step during the CPU optimizer sweep"]
+    assert "`--hbm`" in planned["GPU idle for 200 ms per step during copies to the GPU"]
+
+
+def with_exact_step(extra: float) -> RecordedRun:
+    """Return twelve steps of one second; torch's profiler makes step 4 longer."""
+    phases, at = [], 0.0
+    for number in range(12):
+        seconds = 1.0 + extra * (number == 4)
+        phases.append(Phase("forward", number, at, at + seconds))
+        at += seconds
+    kernel = Event("gpu", "kernel", "layers.0", 4.0, 4.6, 4, "forward")
+    return make_run(phases, [kernel], [], mode="exact")
+
+
+def test_what_the_profiler_costs_is_not_blamed_on_the_program() -> None:
+    """Step 4 takes 3 s because it is recorded: it is no slow step, and 2 s of its idle time are the
+    recording's."""
+    m = measure(with_exact_step(2.0))
+    found = {finding.kind: finding for finding in find(m)}
+
+    assert (m.seconds, m.recording_seconds) == (1.0, 2.0)
+    assert m.phases == {"forward": 1.0}
+    assert "slow-steps" not in found
+    assert found["waiting"].text.startswith("GPU idle for 400 ms per step, cause not recorded")
+    assert found["waiting"].seconds == pytest.approx(0.4)
+    assert "Another 2.00 s per step is the recording itself" in found["waiting"].advice
+    assert "recording" not in by_kind(with_exact_step(0.0))["waiting"].advice
+
+
+def test_the_sampling_thread_is_not_one_of_the_programs_cores() -> None:
+    run = without_sweep_events()
+    alone = busy_cores(measure(run), "update")
+    sampled_by_us = replace(run, observation=replace(run.observation, overhead=0.5))
+
+    assert alone is not None
+    assert busy_cores(measure(sampled_by_us), "update") == pytest.approx(alone - 0.5)
 
 
 def test_samples_show_an_idle_gpu_and_busy_cores() -> None:
@@ -121,7 +168,7 @@ def test_a_process_larger_than_planned_is_a_finding() -> None:
 
     assert finding.level == "warn"
     assert "42.0 GiB of host memory, 2.00 GiB above the planned 40.0 GiB" in finding.text
-    assert "penstock probe" in finding.advice
+    assert "penstock probe" in finding.action
     assert not of_kind(streamed(planned=replace(PLANNED, host=42 * GiB)), "plan-peak")
 
 

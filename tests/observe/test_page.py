@@ -19,6 +19,7 @@ from penstock.observe.compare import compare
 from penstock.observe.compare_page import compare_page
 from penstock.observe.measures import measure
 from penstock.observe.page import page
+from penstock.observe.plots import PHASE_COLOURS, PhaseIndex
 from penstock.observe.records import Event, GpuSample, Phase, RecordedRun, Sample
 from penstock.observe.timeline import MAX_BOXES
 from tests.observe.synthetic_runs import hostile, make_run, offloaded, on_cpu, sampled, streamed
@@ -119,8 +120,8 @@ def test_sections_are_in_order(pages: dict[str, str]) -> None:
     titles = re.findall(r"<h2>(.*?)</h2>", pages["streamed"])
 
     assert titles == [
-        "Findings", "Memory, step 1", "Traffic, step 1", "Overlap", "Timeline", "Peaks",
-        "Whole run", "About this run",
+        "What to do", "Also noticed", "Memory, step 1", "Traffic, step 1", "Overlap", "Timeline",
+        "Peaks", "Whole run", "About this run",
     ]  # fmt: skip
     assert "Bottleneck: GPU compute" in pages["streamed"]
     assert "planned for backward 7.00 GiB" in pages["streamed"]
@@ -179,6 +180,19 @@ def test_two_runs_side_by_side_share_a_scale() -> None:
 
 
 # Colours.
+
+
+def test_phases_have_the_same_colours_on_every_page() -> None:
+    first, second = PhaseIndex(["forward", "backward", "rollout"]), PhaseIndex(["update", "data"])
+    mixed = PhaseIndex(["score", "update", "rollout", "backward"])
+
+    assert [first.colour(name) for name in ("forward", "backward")] == [0, 1]
+    assert second.colour("update") == mixed.colour("update") == 2
+    assert first.colour("backward") == mixed.colour("backward")
+    assert len({mixed.colour(name) for name in mixed.names}) == 4
+    html = page(measure(offloaded()))
+    assert re.search(r'<button[^>]*class="toggle s2"[^>]*>update<', html)
+    assert f".s{max(PHASE_COLOURS.values())} {{" in CSS
 
 
 def palette(scheme: str) -> dict[str, tuple[float, ...]]:

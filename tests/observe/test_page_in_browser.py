@@ -16,10 +16,18 @@ from penstock.observe.compare import compare
 from penstock.observe.compare_page import compare_page
 from penstock.observe.measures import measure
 from penstock.observe.page import page
+from penstock.observe.training_curves import TrainingCurves
+from penstock.observe.training_page import training_page
 from tests.observe.browser import Browser, find_browser
 from tests.observe.synthetic_runs import hostile, make_run, offloaded, on_cpu, sampled, streamed
 
 PROGRAM = find_browser()
+CURVES = TrainingCurves(
+    tuple((float(n), 5.0 / n) for n in range(1, 401)),
+    ((0.0, 5.5), (200.0, 0.5)),
+    lr=tuple((float(n), 1e-5) for n in range(1, 401)),
+    seconds=tuple((float(n), 0.25) for n in range(1, 401)),
+)
 
 pytestmark = [
     pytest.mark.browser,
@@ -48,6 +56,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "on_cpu": page(measure(on_cpu())),
         "hostile": page(measure(hostile())),
         "nothing": page(measure(make_run([], [], []))),
+        "losses": page(both[0], CURVES),
+        "training": training_page(CURVES, "out"),
         "compared": compare_page(("a", "b"), both, compare(*both)),
     }
     for name, html in made.items():
@@ -116,7 +126,18 @@ def colours_in(browser: Browser, selector: str) -> Counter[tuple[int, ...]]:
 @pytest.mark.parametrize("width", [1280, 390])
 @pytest.mark.parametrize(
     "name",
-    ["offloaded", "streamed", "sampled", "on_cpu", "hostile", "nothing", "compared", "zero3"],
+    [
+        "offloaded",
+        "streamed",
+        "sampled",
+        "on_cpu",
+        "hostile",
+        "nothing",
+        "losses",
+        "training",
+        "compared",
+        "zero3",
+    ],
 )
 def test_a_page_opens_offline_without_console_messages(
     name: str, width: int, dark: bool, browser: Browser, pages: dict[str, Path]
@@ -273,6 +294,19 @@ def test_the_cursor_shows_values_and_boxes(browser: Browser, pages: dict[str, Pa
     browser.mouse("mouseMoved", place["x"] + 0.95 * place["width"], place["y"] + 18 + 24 + 10)
     readout = browser.run("document.querySelector('#timeline .readout').innerText")
     assert readout.endswith("h2d · weights · 200 ms · 3.00 GB, 15.0 GB/s · update")
+
+
+def test_a_loss_is_shown_by_step_and_zooms(browser: Browser, pages: dict[str, Path]) -> None:
+    browser.open(pages["training"])
+    place = area(browser, "loss")
+    browser.mouse("mouseMoved", place["x"] + 0.5 * place["width"], place["y"] + 60)
+    readout = browser.run("document.querySelector('#loss .readout').innerText")
+    assert readout == "step 200 \u00b7 training 0.025 \u00b7 evaluation 0.5"
+
+    drag(browser, area(browser, "loss"), 0.25, 0.5)
+    assert view(browser, "loss") == pytest.approx((250, 500), abs=3)
+    labels = browser.run("[...document.querySelectorAll('#loss .x span')].map(s => s.innerText)")
+    assert (labels[0], labels[-1]) == ("100", "200")
 
 
 def test_every_control_is_reachable_by_keyboard(browser: Browser, pages: dict[str, Path]) -> None:

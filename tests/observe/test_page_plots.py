@@ -111,7 +111,7 @@ def test_a_phase_has_the_same_colour_in_bars_and_plots() -> None:
     samples = [Sample(t=0.1 * k, host=HostSample(rss=GiB)) for k in range(40)]
     html = page(measure(make_run(phases, [], samples)))
 
-    bar = re.search(r'<span class="(\w+)"[^>]*title="update"', html)
+    bar = re.search(r'<span class="phase-part (\w+)"[^>]*title="update"', html)
     toggle = re.search(r'class="toggle (\w+)"[^>]*>update<', html)
     assert bar is not None
     assert toggle is not None

@@ -41,7 +41,8 @@ def compare_page(
         for head, listed in zip(heads, plots, strict=True)
     ]
     body += section("Memory and traffic", _side_by_side(figures), controls=tools(phases))
-    found = [head + page.findings_list(find(m)) for head, m in zip(heads, both, strict=True)]
+    listed = (page.findings_list(find(m)) or tag("p", "No findings.") for m in both)
+    found = [head + each for head, each in zip(heads, listed, strict=True)]
     body += section("Findings", _side_by_side(found))
     about = [head + page.about(m) for head, m in zip(heads, both, strict=True)]
     body += section("About these runs", _side_by_side(about))

@@ -1,4 +1,4 @@
-"""Findings: sentences about what a run shows, with figures and advice.
+"""Findings: sentences about what a run shows, with figures, and what to do about it.
 
 Each finder is a pure function of the measures. It yields nothing if there is nothing worth
 reporting, and gives the step time at stake if that is known.
@@ -15,6 +15,7 @@ from typing import Literal
 
 from penstock.observe.intervals import clip, intersection, total_length, union
 from penstock.observe.labels import (
+    capitalize,
     join_words,
     link_title,
     memory_title,
@@ -72,12 +73,22 @@ FEW_CORES = 2.0
 MIN_PART = 0.2
 """Share of a wait from which a phase, or something else that was running, is named."""
 
-WAIT_HINTS = {
-    "h2d": "start the copies earlier, or keep more on the GPU",
-    "d2h": "start the copies earlier, or offload less",
-    SWEEP: "more tokens per step, or more optimizer states on the GPU",
+WAIT_ACTIONS = {
+    "h2d": "start copies to the GPU earlier, from pinned memory, or keep more on the GPU",
+    "d2h": "start copies from the GPU earlier, or offload less",
+    "disk": "use a faster drive, or move what is on it to DRAM",
+    SWEEP: "run the optimizer on the GPU, or raise the tokens per step",
 }
-"""Advice on how to shorten a wait for a single resource."""
+"""What shortens the wait for a resource, in a program of the reader's own."""
+
+PENSTOCK_WAIT_ACTIONS = {
+    "h2d": "raise `--hbm`, so that more blocks stay on the GPU",
+    "d2h": "raise `--hbm`, so that fewer gradients and activations leave the GPU",
+    "disk": "raise `--dram`, or add a faster drive with `--nvme`",
+    SWEEP: "raise `--batch`, so that more compute hides the sweep, or `--hbm`",
+    "ranks": "see the waits for peers",
+}
+"""What shortens the wait for a resource in a run of Penstock."""
 
 TROUGH = 0.25
 """Share of the peak from which unused memory is reported."""
@@ -107,8 +118,11 @@ class Finding:
     text: str
     """The finding itself, with figures."""
 
+    action: str = ""
+    """What to do about it, as an imperative sentence; empty if nothing can or need be done."""
+
     advice: str = ""
-    """Explanation of the finding, or something to try."""
+    """Explanation of the finding."""
 
     seconds: float = 0.0
     """Seconds per step that are at stake, if known. Not all of them may be recoverable."""
@@ -118,9 +132,18 @@ Finder = Callable[[Measures], Iterator[Finding]]
 
 
 def find(m: Measures) -> tuple[Finding, ...]:
-    """Return all findings: most severe first, and among equals the most expensive first."""
+    """Return all findings in the order in which to act on them.
+
+    Errors come first, since they make every figure doubtful. Then come findings with something to
+    do, most seconds to gain first, and then all others.
+    """
     found = [finding for finder in FINDERS for finding in finder(m)]
-    return tuple(sorted(found, key=lambda f: (SEVERITIES.index(f.level), -f.seconds)))
+    return tuple(sorted(found, key=_urgency))
+
+
+def _urgency(finding: Finding) -> tuple[bool, bool, float, int]:
+    severity = SEVERITIES.index(finding.level)
+    return finding.level != "bad", not finding.action, -finding.seconds, severity
 
 
 # Waits of the GPU, and copies that were not hidden.
@@ -137,28 +160,37 @@ def gpu_waits(m: Measures) -> Iterator[Finding]:
         text = f"{gpu} idle for {seconds_text(seconds)} per step"
         if names:
             running = join_words([resource_name(name, m) for name in names])
-            advice = _wait_advice(names)
-            yield Finding("waiting", "warn", f"{text} during {running}", advice, seconds)
+            advice = "Nothing else was running at that time."
+            if len(names) > 1:
+                advice = "All of these were running at that time."
+            yield Finding("waiting", "warn", f"{text} during {running}", _wait_action(m, names),
+                          advice, seconds)  # fmt: skip
         else:
-            yield _unexplained_wait(m, f"{text}, cause not recorded", seconds)
+            yield from _unexplained_wait(m, gpu, seconds)
 
 
-def _wait_advice(names: tuple[str, ...]) -> str:
-    if len(names) > 1:
-        return "All of these were running at that time."
-    alone = "Nothing else was running at that time."
-    if names[0].startswith("disk:"):
-        return f"{alone} To shorten it: a faster disk, or more DRAM for the data on it."
-    if names[0] in WAIT_HINTS:
-        return f"{alone} To shorten it: {WAIT_HINTS[names[0]]}."
-    return alone
+def _wait_action(m: Measures, names: tuple[str, ...]) -> str:
+    """Return what shortens a wait for these resources, or nothing if there is no such advice."""
+    actions = WAIT_ACTIONS if m.run.observation.planned is None else PENSTOCK_WAIT_ACTIONS
+    kinds = ["disk" if name.startswith("disk:") else name for name in names]
+    found = list(dict.fromkeys(actions[kind] for kind in kinds if kind in actions))
+    return capitalize("; ".join(found)) + "." if found else ""
 
 
-def _unexplained_wait(m: Measures, text: str, seconds: float) -> Finding:
+def _unexplained_wait(m: Measures, gpu: str, seconds: float) -> Iterator[Finding]:
     """Name the phases, and how many CPU cores were busy, which usually reveals the cause."""
+    recording = min(seconds, m.recording_seconds)
+    seconds -= recording
+    if m.seconds is None or seconds < SIGNIFICANT * m.seconds:
+        return
+    text = f"{gpu} idle for {seconds_text(seconds)} per step, cause not recorded"
+    action = "Look for Python code, data loading or a synchronization in these phases."
+    if m.run.observation.mode == "sampling" and m.run.observation.planned is None:
+        action = "Record every operator of some steps (`--exact 3,4`), which shows the cause."
     advice = "Possible causes: Python code, data loading, or a synchronization."
-    phases = [(name, part) for name, part in unexplained_idle(m).items()
-              if part >= MIN_PART * seconds]  # fmt: skip
+    own = seconds / (seconds + recording)  # the recording slows every phase down
+    phases = [(name, own * part) for name, part in unexplained_idle(m).items()
+              if own * part >= MIN_PART * seconds]  # fmt: skip
     if phases:
         parts = [f"{seconds_text(part)} in {shorten(name, 40)}" for name, part in phases]
         text += f": {join_words(parts)}"
@@ -168,13 +200,19 @@ def _unexplained_wait(m: Measures, text: str, seconds: float) -> Finding:
             where = f" in {shorten(main_phase, 40)}" * (len(phases) > 1)
             text += f", with {cores:.0f} of {all_cores} CPU cores busy{where}"
             if main_phase == UPDATE and cores >= MANY_CORES * all_cores:
+                action = "Run the optimizer on the GPU, or during the next forward."
                 advice = "Probably an optimizer on the CPU, which leaves no GPU events."
             elif cores < FEW_CORES:
                 advice = (
                     "Possible causes: the program's main thread, data loading, or a "
                     "synchronization."
                 )
-    return Finding("waiting", "warn", text, advice, seconds)
+    if recording:
+        advice += (
+            f" Another {seconds_text(recording)} per step is the recording itself: steps whose "
+            f"operators are recorded take that much longer."
+        )
+    yield Finding("waiting", "warn", text, action, advice, seconds)
 
 
 def unexplained_idle(m: Measures) -> dict[str, float]:
@@ -189,10 +227,10 @@ def unexplained_idle(m: Measures) -> dict[str, float]:
 
 
 def busy_cores(m: Measures, phase: str) -> float | None:
-    """Return the mean number of busy cores in a phase, or None if it is not known.
+    """Return the mean number of cores that the program keeps busy in a phase, if it is known.
 
     A sample's CPU load covers the time since the previous sample, so only samples whose interval
-    lies (almost) entirely in the phase count.
+    lies (almost) entirely in the phase count. The thread that samples is left out.
     """
     series, cores = m.load.get("cpu"), m.run.observation.hardware.cpus
     if series is None or not cores:
@@ -203,7 +241,8 @@ def busy_cores(m: Measures, phase: str) -> float | None:
         for (before, _), (t, share) in itertools.pairwise(series.points)
         if t > before and total_length(clip(spans, before, t)) >= MIN_OVERLAP * (t - before)
     ]
-    return cores * mean(shares) if shares else None
+    sampling = m.run.observation.overhead or 0.0
+    return max(0.0, cores * mean(shares) - sampling) if shares else None
 
 
 def exposed_copies(m: Measures) -> Iterator[Finding]:
@@ -225,13 +264,14 @@ def exposed_copies(m: Measures) -> Iterator[Finding]:
         f"{percent(m.hidden)} of copy time hidden behind compute; {seconds_text(m.exposed)} per "
         f"step not hidden"
     )
-    advice = "To hide copies, start them earlier, on separate streams and from pinned memory."
+    advice = ""
     if others:
         running = join_words([resource_name(name, m) for name in others])
         text += f" ({seconds_text(m.exposed - alone)} of it during {running})"
         advice = "Copies that run during another wait cost no extra time."
     costs = m.hidden < IDLE and alone >= SIGNIFICANT * m.seconds
-    yield Finding("overlap", "warn" if costs else "note", text, advice, alone)
+    # No action: `gpu_waits` has one for each wait that this sum is made of.
+    yield Finding("overlap", "warn" if costs else "note", text, "", advice, alone)
 
 
 def waits_for_peers(m: Measures) -> Iterator[Finding]:
@@ -250,6 +290,8 @@ def waits_for_peers(m: Measures) -> Iterator[Finding]:
         f"waits for peers: {rank_title(waiting)} waited {seconds_text(seconds)} per step for other "
         f"ranks ({join_words(others)}). {rank_title(last).capitalize()} was late: others waited "
         f"{seconds_text(lost)} per step for it",
+        f"Compare {rank_title(last)} with the others in the table of processes, and give it equal "
+        f"micro-batches, GPU, link and memory.",
         "A rank is late if it has more micro-batches than others, or a slower GPU, link or memory. "
         "Waits that run concurrently with compute cost no time.",
         seconds,
@@ -280,8 +322,10 @@ def pageable_copies(m: Measures) -> Iterator[Finding]:
         yield Finding(
             "pageable", "warn" if significant else "note",
             f"pageable memory: {moved_text(nbytes / len(numbers))} per step copied by {caller}",
-            "The driver copies pageable memory twice and cannot overlap it with compute. Use "
-            "pinned memory.",
+            "Use pinned memory: `pin_memory=True` of the DataLoader, or `tensor.pin_memory()`."
+            if significant
+            else "",
+            "The driver copies pageable memory twice and cannot overlap it with compute.",
             seconds / len(numbers),
         )  # fmt: skip
 
@@ -297,7 +341,8 @@ def slow_links(m: Measures) -> Iterator[Finding]:
                 f"{link_title(link)} ran at {rate_text(usage.rate)} while busy, "
                 f"{percent(usage.rate / usage.ceiling)} of the {rate_text(usage.ceiling)} that it "
                 f"can carry",
-                "Possible causes: small copies, pageable memory, or another user of the link.",
+                "Join small copies, use pinned memory, and look for another user of the link.",
+                "These are the usual causes of slow copies.",
                 usage.busy - usage.nbytes / usage.ceiling,
             )  # fmt: skip
 
@@ -317,6 +362,7 @@ def idle_gpu(m: Measures) -> Iterator[Finding]:
             "gpu-idle", "warn",
             f"GPU idle for {percent(1 - stat.mean)} of {shorten(phase)}, which takes "
             f"{percent(seconds / m.seconds)} of a step{with_cpu}",
+            f"Move the work of {shorten(phase)} to the GPU, or run it while the GPU computes.",
             "The work of this phase runs on the host.",
             (1 - stat.mean) * seconds,
         )  # fmt: skip
@@ -337,7 +383,7 @@ def idle_links(m: Measures) -> Iterator[Finding]:
     if parts:
         yield Finding(
             "link-idle", "note",
-            f"PCIe idle for {join_words(parts)}",
+            f"PCIe idle for {join_words(parts)}", "",
             f"Transfers for other phases could use these {seconds_text(idle_seconds)} per step.",
         )  # fmt: skip
 
@@ -377,7 +423,7 @@ def missing_overlap(m: Measures) -> Iterator[Finding]:
     yield Finding(
         "serial", "note",
         f"no resource is busy throughout the step ({shares}); with full overlap a step would "
-        f"take at least {seconds_text(m.floor)}",
+        f"take at least {seconds_text(m.floor)}", "",
         "This is the busy time of the busiest resource. It may not be reachable.",
         m.seconds - m.floor,
     )  # fmt: skip
@@ -400,7 +446,7 @@ def hidden_sweep(m: Measures) -> Iterator[Finding]:
 
 def slow_steps(m: Measures) -> Iterator[Finding]:
     """Report steps that took more than twice the median."""
-    steps = without_warmup(m.steps)
+    steps = [s for s in without_warmup(m.steps) if s.number not in m.profiled_steps]
     if m.seconds is None or len(steps) < 5:
         return
     slow = [step for step in steps if step.seconds > 2 * m.seconds]
@@ -411,7 +457,10 @@ def slow_steps(m: Measures) -> Iterator[Finding]:
         "slow-steps", "note",
         f"{len(slow)} of {len(steps)} steps took more than twice the median; step "
         f"{slowest.number} took {seconds_text(slowest.seconds)}",
-        "If its events were kept, select the step in the timeline.",
+        f"Select step {slowest.number} in the timeline, to see what it waited for."
+        if slowest.number in {usage.step.number for usage in m.usages}
+        else "",
+        "",
         sum(step.seconds - m.seconds for step in slow) / len(steps),
     )  # fmt: skip
 
@@ -422,15 +471,16 @@ def slow_steps(m: Measures) -> Iterator[Finding]:
 def ending(m: Measures) -> Iterator[Finding]:
     """Report a program that was killed or failed."""
     observation = m.run.observation
+    action = "Read the program's own messages for the reason."
     advice = "The report covers the run up to that point."
     if observation.ended_by is not None and observation.ended_by.startswith("signal"):
         after = "" if observation.ended is None else f" after {seconds_text(observation.ended)}"
         step = f", in step {m.steps[-1].number}" if m.steps else ""
         text = f"the program was ended by {shorten(observation.ended_by)}{after}{step}"
-        yield Finding("killed", "bad", text, advice)
+        yield Finding("killed", "bad", text, action, advice)
     elif observation.exit_code:
         text = f"the program ended with exit code {observation.exit_code}"
-        yield Finding("failed", "bad", text, advice)
+        yield Finding("failed", "bad", text, action, advice)
 
 
 def peaks_against_plan(m: Measures) -> Iterator[Finding]:
@@ -446,13 +496,14 @@ def peaks_against_plan(m: Measures) -> Iterator[Finding]:
                 "plan-peak", "bad",
                 f"{title} used {nbytes_text(peak.measured)}, {peak.measured - peak.planned:,} "
                 f"bytes above the planned {nbytes_text(peak.planned)}",
-                "Plans are exact to the byte, so this is a bug. Please report it.",
+                "Please report this as a bug.",
+                "Plans are exact to the byte.",
             )  # fmt: skip
         elif peak.planned - peak.measured > TROUGH * peak.planned:
             yield Finding(
                 "plan-peak", "note",
                 f"{title} used at most {nbytes_text(peak.measured)} of the planned "
-                f"{nbytes_text(peak.planned)}",
+                f"{nbytes_text(peak.planned)}", "",
                 "Samples can miss a peak between them.",
             )  # fmt: skip
 
@@ -464,9 +515,9 @@ def _host_against_plan(measured: int, planned: int) -> Iterator[Finding]:
             "plan-peak", "warn",
             f"the process used {nbytes_text(measured)} of host memory, "
             f"{nbytes_text(measured - planned)} above the planned {nbytes_text(planned)}",
+            "Run `penstock probe`, which measures what the process itself needs, for later plans.",
             "The tiers are allocated as planned, so the process itself needs more than the plan "
-            "assumes: Python, PyTorch, CUDA, the compiler, and files that are mapped. `penstock "
-            "probe` measures it for later plans.",
+            "assumes: Python, PyTorch, CUDA, the compiler, and files that are mapped.",
         )  # fmt: skip
 
 
@@ -490,7 +541,7 @@ def unused_gpu_memory(m: Measures) -> Iterator[Finding]:
             which = f"GPU {index} memory" if index else "GPU memory"
             yield Finding(
                 "trough", "note",
-                f"{which}: {nbytes_text(highest - high)} unused during {shorten(phase)}",
+                f"{which}: {nbytes_text(highest - high)} unused during {shorten(phase)}", "",
                 f"At most {nbytes_text(high)} of the step's peak of {nbytes_text(highest)} is in "
                 f"use then, which leaves room for optimizer states or for prefetching the next "
                 f"phase.",
@@ -516,8 +567,8 @@ def growing_memory(m: Measures) -> Iterator[Finding]:
                 "growth", "warn",
                 f"{memory_title(key)}: the peak of a step grew from {nbytes_text(first)} to "
                 f"{nbytes_text(last)} over {len(steps)} steps",
-                "The program keeps something from step to step, such as losses with their graphs, "
-                "or a cache.",
+                "Look for what the program keeps from step to step: losses with their graphs (use "
+                "`loss.item()`), or a cache without a limit.",
             )  # fmt: skip
 
 
@@ -538,8 +589,8 @@ def fragmented_memory(m: Measures) -> Iterator[Finding]:
             f"torch's caching allocator holds {nbytes_text(reserved - tensors)} more than tensors "
             f"used {'at their peak' if peak_known else 'in any sample'} "
             f"({percent((reserved - tensors) / reserved)})",
-            f"{'Fragmentation' if peak_known else 'Fragmentation, or a peak between two samples'}. "
-            "`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` often reduces fragmentation.",
+            "Set `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`, which often helps.",
+            f"{'Fragmentation' if peak_known else 'Fragmentation, or a peak between two samples'}.",
         )  # fmt: skip
 
 
@@ -555,7 +606,8 @@ def low_host_memory(m: Measures) -> Iterator[Finding]:
             "host-memory", "warn",
             f"available host memory was down to {nbytes_text(least)} of {nbytes_text(whole)} at "
             f"{seconds_text(t)}",
-            "The kernel may kill the program. Lower the DRAM budget, or stop other programs.",
+            "Lower the DRAM budget, or stop other programs.",
+            "The kernel may kill the program.",
         )  # fmt: skip
 
 
@@ -576,6 +628,9 @@ def missed_plan(m: Measures) -> Iterator[Finding]:
                 f"step time {seconds_text(m.seconds)}, planned "
                 f"{seconds_text(planned.step_seconds)} "
                 f"({difference if ratio < 2 else f'{ratio:.1f} times as long'})",
+                "Measure this machine with `penstock probe`, and stop other programs on it."
+                if ratio > 1
+                else "",
                 "The machine file may describe another machine, or other programs were running.",
                 max(0.0, m.seconds - planned.step_seconds),
             )  # fmt: skip
@@ -585,7 +640,7 @@ def missed_plan(m: Measures) -> Iterator[Finding]:
             yield Finding(
                 "plan-bytes", "warn",
                 f"{link_title(link)} carried {moved_text(moved)} per step, planned "
-                f"{moved_text(nbytes)} ({moved - nbytes:+,.0f} bytes)",
+                f"{moved_text(nbytes)} ({moved - nbytes:+,.0f} bytes)", "",
                 "An optimizer sweep before the next forward reads weights on disk twice."
                 if UPDATE in m.phases
                 else "Something else used the link, or events were lost.",
@@ -609,7 +664,7 @@ def driver_count(m: Measures) -> Iterator[Finding]:
         yield Finding(
             "driver-bytes", "note" if agree else "warn",
             f"{link_title(link)}: the driver counted {by_driver - by_engine:+,} bytes compared "
-            f"with the engine's {by_engine:,} in exact steps ({relative:+.3%})",
+            f"with the engine's {by_engine:,} in exact steps ({relative:+.3%})", "",
             "Batches, losses and norms are not part of the schedule."
             if agree
             else "Events were lost.",
@@ -644,7 +699,7 @@ def separate_sweeps(m: Measures) -> Iterator[Finding]:
         else f"{len(sweeps)} optimizer sweeps ran outside steps and took {seconds} each"
     )
     yield Finding(
-        "swept-apart", "note", text + with_moved,
+        "swept-apart", "note", text + with_moved, "",
         "Before a save, and at the end of a run, the sweep of the last step must finish.",
     )  # fmt: skip
 

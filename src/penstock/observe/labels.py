@@ -149,3 +149,8 @@ def seconds_text(seconds: float | None) -> str:
         return NO_VALUE
     # Rounded first, so that 0.0999999 becomes 100 ms.
     return format_seconds(float(f"{seconds:.6g}")) if seconds > 0 else "0 s"
+
+
+def number_text(value: float) -> str:
+    """Format a number without a unit, such as a loss."""
+    return f"{value:.4g}"

@@ -1,8 +1,8 @@
 """Compute the figures of a run that its report, its findings and a comparison are based on.
 
-Figures "per step" are means over all steps without the warm-up step; figures from events are means
-over those steps whose events were kept. Exact figures come from events. If there are no events,
-samples are used instead.
+Figures "per step" are means over all steps without the warm-up step and without steps that torch's
+profiler made slower; figures from events are means over those steps whose events were kept. Exact
+figures come from events. If there are no events, samples are used instead.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from penstock.observe.steps import (
     Step,
     find_steps,
     phase_seconds,
+    profiled_steps,
     steps_with_events,
     typical_step,
     without_warmup,
@@ -99,6 +100,13 @@ class Measures:
     shown: Step | None
     """The step that plots show: a typical one, with events if possible."""
 
+    profiled_steps: frozenset[int]
+    """Numbers of the steps that torch's profiler made slower. They count only for what nothing
+    else shows: figures from events."""
+
+    recording_seconds: float
+    """Seconds per step that the recording adds to the steps in `usages`."""
+
     seconds: float | None
     """Median step time."""
 
@@ -160,12 +168,15 @@ def measure(run: RecordedRun) -> Measures:
     """Compute all figures of a run."""
     run = _without_invalid_times(run)
     steps = find_steps(run)
+    profiled = profiled_steps(run)
     steady = without_warmup(steps)
+    own = tuple(step for step in steady if step.number not in profiled) or steady
+    seconds = statistics.median(step.seconds for step in own) if own else None
     kept = steps_with_events(steps, run.events)
     usages = step_usages(without_warmup(kept), run.events)
     memory, load, traffic = memory_series(run), load_series(run), traffic_series(run)
     busy = _busy_shares(usages)
-    links = _link_usages(run, usages, steady, traffic)
+    links = _link_usages(run, usages, own, traffic)
     copying = sum(total_length(usage.copying()) for usage in usages)
     exposed = sum(_exposed(usage) for usage in usages)
     has_compute = GPU in busy
@@ -173,8 +184,10 @@ def measure(run: RecordedRun) -> Measures:
         run=run,
         steps=steps,
         shown=typical_step(kept) or typical_step(steps),
-        seconds=statistics.median(step.seconds for step in steady) if steady else None,
-        phases=phase_seconds(steady),
+        profiled_steps=profiled,
+        recording_seconds=_recording_seconds(usages, own),
+        seconds=seconds,
+        phases=phase_seconds(own),
         usages=usages,
         busy=busy,
         waits=_mean_waits(usages) if has_compute else {},
@@ -185,7 +198,7 @@ def measure(run: RecordedRun) -> Measures:
         memory=memory,
         traffic=traffic,
         load=load,
-        bottleneck=_find_bottleneck(busy, load, links, steady),
+        bottleneck=_find_bottleneck(busy, load, links, own),
     )
 
 
@@ -200,6 +213,15 @@ def _without_invalid_times(run: RecordedRun) -> RecordedRun:
         return run
     notes = (*run.notes, f"{dropped} records have invalid times and were left out")
     return replace(run, samples=samples, phases=phases, events=events, notes=notes)
+
+
+def _recording_seconds(usages: tuple[StepUsage, ...], own: tuple[Step, ...]) -> float:
+    """Return how much longer the steps with events are than steps without a profiler."""
+    numbers = {step.number for step in own}
+    if not usages or any(usage.step.number in numbers for usage in usages):
+        return 0.0
+    typical = statistics.median(step.seconds for step in own)
+    return max(0.0, mean([usage.step.seconds for usage in usages]) - typical)
 
 
 def _exposed(usage: StepUsage) -> float:

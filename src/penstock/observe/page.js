@@ -28,7 +28,15 @@
     rate: (v) => scaled(v, MOVED) + "/s",
     share: (v) => Math.round(100 * v) + " %",
     seconds: (v) => (v === 0 ? "0 s" : scaled(v, TIME)),
+    number: (v) => String(+v.toPrecision(6)),
+    step: (v) => Math.round(v).toLocaleString("en"),
   };
+
+  // The time since the start of a plot's window, or the step, at an x of 0..1000.
+  function sayX(figure, x) {
+    const start = +figure.dataset.start, width = figure.dataset.end - start;
+    return figure.dataset.x === "step" ? say.step(start + (width * x) / WIDTH) : say.seconds((width * x) / WIDTH);
+  }
 
   // Zooming: plots of the same time window move together.
 
@@ -53,10 +61,9 @@
       name.style.width = (100 * Math.max(0, right - left)) / (b - a) + "%";
       name.style.visibility = right > left ? "" : "hidden";
     }
-    const seconds = figure.dataset.end - figure.dataset.start;
     const labels = [...figure.querySelectorAll(".x span")];
     labels.forEach((label, k) => {
-      label.textContent = say.seconds((seconds * (a + ((b - a) * k) / (labels.length - 1))) / WIDTH);
+      label.textContent = sayX(figure, a + ((b - a) * k) / (labels.length - 1));
     });
   }
 
@@ -106,8 +113,7 @@
   }
 
   function showReadout(figure, x, target) {
-    const seconds = ((figure.dataset.end - figure.dataset.start) * x) / WIDTH;
-    const parts = ["at " + say.seconds(seconds)];
+    const parts = [(figure.dataset.x === "step" ? "step " : "at ") + sayX(figure, x)];
     if (figure.id === "timeline") {
       const step = data.steps[selected], box = step.boxes[target?.dataset?.i];
       if (box) parts.push(describe(step, box));

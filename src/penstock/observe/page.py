@@ -1,8 +1,8 @@
 """Write the report of a run as one HTML page, and as JSON.
 
 The page needs no network and can be read without its script, which only adds zooming, phase toggles
-and a cursor. Its sections follow the order of this module: verdict, findings, plots, tables, and
-what ran on what.
+and a cursor. Its sections follow the order of this module: verdict, what to do, plots, tables,
+and what ran on what.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from penstock.observe.labels import (
     seconds_text,
     shorten,
 )
-from penstock.observe.loss_curve import LossCurve, draw_loss_curve
 from penstock.observe.markup import colour_of, data_block, table, tag, text
 from penstock.observe.measures import Measures, measure
 from penstock.observe.page_plots import step_window, widened_window
@@ -48,6 +47,7 @@ from penstock.observe.timeline import (
     selectable_steps,
     timeline_data,
 )
+from penstock.observe.training_curves import TrainingCurves
 from penstock.observe.usage import GPU, mean
 
 REPORT_FILE = "report.html"
@@ -55,12 +55,12 @@ REPORT_FILE = "report.html"
 MAX_BAR_PARTS = 6
 """Number of parts of a bar. If there are more, the smaller ones are joined."""
 
-LEVEL_NAMES = {"bad": "Error", "warn": "Cost", "note": "Note"}
+LEVEL_NAMES = {"bad": "error", "warn": "cost", "note": "note"}
 
 _HERE = Path(__file__).parent
 
 
-def page(m: Measures, losses: LossCurve | None = None) -> str:
+def page(m: Measures, losses: TrainingCurves | None = None) -> str:
     """Return the whole of report.html; `losses` are those of the training, if known."""
     phases = phase_index(m)
     wide, window = widened_window(m), step_window(m)
@@ -70,22 +70,22 @@ def page(m: Measures, losses: LossCurve | None = None) -> str:
     whole = page_plots.whole_run_plots(m)
     steps = {why: lay_out_step(step, m.run.events) for why, step in selectable_steps(m).items()}
     step = f", {window.title}" if window else ""
+    training = losses.loss_plots() if losses is not None else []
     body = tag("header", _eyebrow(m), headline(m, phases))
-    body += section("Findings", findings_list(find(m)))
-    if losses is not None:
-        body += section("Loss", draw_loss_curve(losses))
-    body += section(f"Memory{step}", _draw_plots(memory, phases), controls=tools(phases))
-    busy = _draw_plots([*traffic, *([load] if load else [])], phases)
+    body += findings_sections(find(m))
+    body += section("Loss", draw_plots(training, phases), controls=tools(PhaseIndex([])))
+    body += section(f"Memory{step}", draw_plots(memory, phases), controls=tools(phases))
+    busy = draw_plots([*traffic, *([load] if load else [])], phases)
     body += section(f"Traffic{step}", busy)
     body += section("Overlap", overlap_table(m))
     body += section("Timeline", _timeline(steps, phases))
     body += section("Peaks", peak_table(m), phase_table(m))
     body += section("Processes", process_table(m))
-    body += section("Whole run", _draw_plots(whole, phases))
+    body += section("Whole run", draw_plots(whole, phases))
     body += section("About this run", about(m))
     data: dict[str, Any] = {
         "phases": [name for _, name in phases.shown()],
-        "plots": {plot.id: plot_data(plot) for plot in (*memory, *traffic, *whole)},
+        "plots": {p.id: plot_data(p) for p in (*training, *memory, *traffic, *whole)},
         "steps": [timeline_data(drawing, why, phases) for why, drawing in steps.items()],
     }
     if load is not None:
@@ -184,14 +184,16 @@ def bars(m: Measures, phases: PhaseIndex) -> str:
                 name = "idle during " + join_words([resource_name(n, m) for n in names])
                 class_ = f"c{colour_of(names[0]) if len(names) == 1 else 7}"
             else:
-                name, class_ = "idle, cause not recorded", "none"
+                recording = min(seconds, m.recording_seconds)
+                parts.append(BarPart("the recording itself", recording, "none"))
+                name, class_, seconds = "idle, cause not recorded", "none", seconds - recording
             parts.append(BarPart(name, seconds, class_))
         title = "GPU activity" if m.run.observation.hardware.gpus else "Compute"
         html += _bar(title, parts)
     if m.phases:
         parts = []
         for name, seconds in m.phases.items():
-            class_ = "none" if name == UNNAMED else f"s{phases.number(name) % 4}"
+            class_ = "none" if name == UNNAMED else f"phase-part s{phases.colour(name)}"
             parts.append(BarPart(shorten(name, 40), seconds, class_))
         html += _bar("Phases", parts)
     return html
@@ -220,16 +222,38 @@ def _bar(title: str, parts: Sequence[BarPart]) -> str:
 # Findings and tables.
 
 
+def findings_sections(findings: Sequence[Finding]) -> str:
+    """Return what to do, most seconds to gain first, and what else the run shows."""
+    lead = "Sorted by the seconds per step at stake. Not all of them may be recoverable."
+    todo = [finding for finding in findings if finding.action]
+    others = [finding for finding in findings if not finding.action]
+    if not todo:
+        html = section("What to do", tag("p", "Nothing: no finding has a remedy."))
+    else:
+        html = section("What to do", tag("p", lead, class_="note"), findings_list(todo))
+    return html + (section("Also noticed", findings_list(others)) if others else "")
+
+
 def findings_list(findings: Sequence[Finding]) -> str:
-    """Return the findings as a list."""
+    """Return findings as a list: what is at stake, what to do, and what was seen."""
     if not findings:
-        return tag("p", "No findings.")
+        return ""
     items = ""
     for finding in findings:
-        advice = tag("span", text(finding.advice), class_="advice") if finding.advice else ""
-        level = tag("b", LEVEL_NAMES[finding.level], class_=f"level-{finding.level}")
-        items += tag("li", level, tag("span", tag("span", text(capitalize(finding.text))), advice))
+        at_stake = capitalize(stake(finding))
+        level = tag("b", text(keep_units_together(at_stake)), class_=f"level-{finding.level}")
+        body = tag("span", text(finding.action), class_="act") if finding.action else ""
+        body += tag("span", text(capitalize(finding.text)))
+        body += tag("span", text(finding.advice), class_="advice") if finding.advice else ""
+        items += tag("li", level, tag("span", body))
     return tag("ul", items, class_="findings")
+
+
+def stake(finding: Finding) -> str:
+    """Return what a finding is about in two words: the time to gain, or how severe it is."""
+    if finding.seconds > 0 and finding.level != "bad" and finding.action:
+        return f"up to {seconds_text(finding.seconds)}"
+    return LEVEL_NAMES[finding.level]
 
 
 def overlap_table(m: Measures) -> str:
@@ -393,16 +417,21 @@ def tools(phases: PhaseIndex) -> str:
             ("right", "\u2192", "Later"), ("all", "All", "Show everything"),
         )
     )  # fmt: skip
-    toggles = "".join(
+    choice = "".join(
         tag("button", text(name), type="button", data_phase=at, aria_pressed="true",
-            class_=f"toggle s{at % 4}")
+            class_=f"toggle s{phases.colour(phases.names[at])}")
         for at, name in phases.shown()
     )  # fmt: skip
+    toggles = (
+        tag("div", choice, class_="group", role="group", aria_label="Phases to show")
+        if choice
+        else ""
+    )
     hint = "Drag to zoom. Click a plot to use the wheel, + \u2212 0 and the arrow keys."
     return tag(
         "div",
         tag("div", zoom, class_="group", role="group", aria_label="Zoom"),
-        tag("div", toggles, class_="group", role="group", aria_label="Phases to show"),
+        toggles,
         tag("p", hint, class_="hint"),
         class_="tools", hidden="hidden",
     )  # fmt: skip
@@ -437,7 +466,8 @@ def _eyebrow(m: Measures) -> str:
     return tag("p", text(line), class_="eyebrow")
 
 
-def _draw_plots(plots: list[Plot], phases: PhaseIndex) -> str:
+def draw_plots(plots: Sequence[Plot], phases: PhaseIndex) -> str:
+    """Return plots next to each other, as many as the width allows."""
     figures = "".join(draw_plot(plot, phases) for plot in plots)
     return tag("div", figures, class_="plots") if figures else ""
 
@@ -474,7 +504,9 @@ def write_page(html: str, path: Path) -> None:
         ) from None
 
 
-def report_json(m: Measures, findings: Sequence[Finding], path: Path) -> dict[str, Any]:
+def report_json(
+    m: Measures, findings: Sequence[Finding], path: Path, curves: TrainingCurves | None = None
+) -> dict[str, Any]:
     """Return the report for programs. Its keys are a stable interface."""
     return {
         "report": str(path),
@@ -500,9 +532,11 @@ def report_json(m: Measures, findings: Sequence[Finding], path: Path) -> dict[st
             for peak in m.peaks
         },
         "findings": [
-            {"kind": f.kind, "level": f.level, "text": f.text, "seconds": f.seconds}
+            {"kind": f.kind, "level": f.level, "text": f.text, "action": f.action,
+             "seconds": f.seconds}
             for f in findings
         ],
+        "losses": curves.losses if curves is not None else {},
         "ranks": _ranks_json(m),
         "missing": missing_data(m),
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Draw lines over time as SVG that needs no script, with a table of the figures below each plot.
+"""Draw lines over time, or over steps, as SVG that needs no script, with a table of the figures.
 
 The drawing is stretched to its frame. Labels are HTML outside the drawing, so they stay readable at
 every width. The x axis of a plot runs from 0 to 1000; the page's script uses the same coordinates
@@ -12,7 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from penstock.observe.labels import nbytes_text, percent, rate_text, seconds_text, shorten
+from penstock.observe.labels import (
+    nbytes_text,
+    number_text,
+    percent,
+    rate_text,
+    seconds_text,
+    shorten,
+)
 from penstock.observe.markup import COLOURS, details, number, table, tag, text
 from penstock.observe.series import Point, Stat, split_at_gaps, thin
 from penstock.observe.steps import UNNAMED, Segment
@@ -29,10 +36,21 @@ times as many points."""
 PHASE_CLASSES = 12
 """Number of phases with their own toggle and CSS class (p0 to p11 in page.css)."""
 
-Unit = Literal["bytes", "rate", "share", "seconds"]
+PHASE_COLOURS = {"forward": 0, "backward": 1, "update": 2, "data": 3, "evaluate": 4, "save": 6}
+"""Colours of the phases that Penstock detects (s0 to s7 in page.css). They are the same on every
+page, so that two reports can be compared at a glance."""
+
+OTHER_PHASE_COLOURS = (7, 5)
+"""Colours of phases that the program names itself, in the order in which they occur."""
+
+Unit = Literal["bytes", "rate", "share", "seconds", "number"]
+"""Unit of the y axis."""
+
+XUnit = Literal["seconds", "step"]
 
 _FORMAT: dict[Unit, Callable[[float], str]] = {
     "bytes": nbytes_text, "rate": rate_text, "share": percent, "seconds": seconds_text,
+    "number": number_text,
 }  # fmt: skip
 
 
@@ -60,7 +78,7 @@ class ReferenceLine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plot:
-    """Lines over one time window."""
+    """Lines over one time window, or over steps."""
 
     id: str
     title: str
@@ -77,9 +95,17 @@ class Plot:
     at_least: float = 0.0
     """Value that the y axis must reach, so that two plots can be compared."""
 
+    x_unit: XUnit = "seconds"
+    bottom: float = 0.0
+    """Value at the bottom of the y axis. A loss rarely comes near 0, so its axis starts above."""
+
     def x(self, t: float) -> float:
-        """Return the x coordinate of a time."""
+        """Return the x coordinate of a time or a step."""
         return WIDTH * (t - self.start) / (self.end - self.start)
+
+    def y(self, value: float) -> float:
+        """Return the y coordinate of a value."""
+        return HEIGHT * (1 - max(0.0, value - self.bottom) / (self.top - self.bottom))
 
     @property
     def highest(self) -> float:
@@ -93,6 +119,8 @@ class Plot:
         drawn = [ref.value for ref in self.references if ref.value <= 1.6 * highest]
         if self.unit == "share":
             return 1.0
+        if self.unit == "number":
+            return highest
         return round_up(max([highest, *drawn]) * 1.02, self.unit)
 
 
@@ -121,6 +149,13 @@ class PhaseIndex:
         """Return a phase's number, or -1 for no phase. Phases after the last class share it."""
         return min(self._numbers.get(name or "", -1), PHASE_CLASSES - 1)
 
+    def colour(self, name: str) -> int:
+        """Return the number of a phase's colour."""
+        if name in PHASE_COLOURS:
+            return PHASE_COLOURS[name]
+        others = [each for each in self.names if each not in PHASE_COLOURS]
+        return OTHER_PHASE_COLOURS[others.index(name) % len(OTHER_PHASE_COLOURS)]
+
     def shown(self) -> list[tuple[int, str]]:
         """Return the number and name of each phase that has a toggle."""
         return [(at, shorten(name, 40)) for at, name in enumerate(self.names[:PHASE_CLASSES])]
@@ -135,27 +170,32 @@ def make_line(
 
 def draw_plot(plot: Plot, phases: PhaseIndex) -> str:
     """Return the figure: title, legend, drawing, labels and the table of the figures."""
-    top = plot.top
     drawing = _shades(plot, phases) + _grid()
-    drawing += "".join(_reference_path(plot, ref, top) for ref in plot.references)
-    drawing += "".join(_line_path(plot, line, top) for line in plot.lines)
+    drawing += "".join(_reference_path(plot, ref) for ref in plot.references)
+    drawing += "".join(_line_path(plot, line) for line in plot.lines)
     box = f"0 -{MARGIN} {WIDTH} {HEIGHT + 2 * MARGIN}"  # a line at an edge is not cut in half
     svg = tag("svg", drawing, viewBox=box, preserveAspectRatio="none", role="img",
               aria_label=_text_alternative(plot))  # fmt: skip
     ticks = "".join(
-        tag("span", text(_FORMAT[plot.unit](top * k / 2) if k else "0"), style=f"bottom:{50 * k}%")
-        for k in range(3)
+        tag("span", text(_tick(plot, k / 2)), style=f"bottom:{50 * k}%") for k in range(3)
     )
     area = tag("div", phase_band(plot.segments, plot.x, phases), svg, class_="area")
-    frame = tag("div", tag("div", ticks, class_="y", aria_hidden="true"), area,
-                time_labels(plot.start, plot.end), class_="frame")  # fmt: skip
+    labels = (time_labels if plot.x_unit == "seconds" else step_labels)(plot.start, plot.end)
+    frame = tag("div", tag("div", ticks, class_="y", aria_hidden="true"), area, labels,
+                class_="frame")  # fmt: skip
     caption = tag("figcaption", tag("h3", text(plot.title)), _legend(plot))
     note = tag("p", text(plot.note), class_="note") if plot.note else ""
     readout = tag("p", class_="readout", aria_live="off")
-    figures = details("Figures by phase", _table(plot))
+    by_phase = plot.x_unit == "seconds"
+    figures = details("Figures by phase" if by_phase else "Figures", _table(plot))
     return tag("figure", caption, frame, readout, note, figures,
                class_="plot", id=plot.id, data_start=_exact(plot.start), data_end=_exact(plot.end),
-               data_top=_exact(top), data_unit=plot.unit)  # fmt: skip
+               data_top=_exact(plot.top), data_unit=plot.unit, data_x=plot.x_unit)  # fmt: skip
+
+
+def _tick(plot: Plot, share: float) -> str:
+    value = plot.bottom + share * (plot.top - plot.bottom)
+    return _FORMAT[plot.unit](value) if value else "0"
 
 
 def _exact(value: float) -> str:
@@ -185,7 +225,7 @@ def phase_band(segments: Sequence[Segment], x: Callable[[float], float], phases:
 def _shades(plot: Plot, phases: PhaseIndex) -> str:
     return "".join(
         tag("rect", x=plot.x(s.start), y=0, width=plot.x(s.end) - plot.x(s.start), height=HEIGHT,
-            class_=f"shade p{at} s{at % 4}")
+            class_=f"shade p{at} s{phases.colour(s.name)}")
         for s in plot.segments if (at := phases.number(s.name)) >= 0
     )  # fmt: skip
 
@@ -195,21 +235,20 @@ def _grid() -> str:
     return tag("path", d=lines, class_="grid")
 
 
-def _reference_path(plot: Plot, reference: ReferenceLine, top: float) -> str:
-    if reference.value > top:
+def _reference_path(plot: Plot, reference: ReferenceLine) -> str:
+    if reference.value > plot.top:
         return ""
-    y = number(HEIGHT * (1 - reference.value / top))
+    y = number(plot.y(reference.value))
     spans = reference.spans or ((plot.start, plot.end),)
     d = "".join(f"M{number(plot.x(a))} {y}H{number(plot.x(b))}" for a, b in spans)
     return tag("path", d=d, class_=f"level {reference.kind}")
 
 
-def _line_path(plot: Plot, line: Line, top: float) -> str:
+def _line_path(plot: Plot, line: Line) -> str:
     d = ""
     for part in split_at_gaps(line.points, plot.interval):
         for at, (t, value) in enumerate(part):
-            y = HEIGHT * (1 - max(0.0, value) / top)
-            d += f"{'L' if at else 'M'}{number(plot.x(t))} {number(y)}"
+            d += f"{'L' if at else 'M'}{number(plot.x(t))} {number(plot.y(value))}"
         if len(part) == 1:
             d += "h0.01"  # a single sample is drawn as a dot
     return tag("path", d=d, class_=_line_class(plot, line))
@@ -225,8 +264,10 @@ def _legend(plot: Plot) -> str:
     items = []
     for line in plot.lines:
         inside = [v for t, v in line.points if plot.start <= t <= plot.end]
-        highest = f" up to {say(max(inside))}" if inside else ""
-        items.append(tag("li", _key(_line_class(plot, line)), text(line.name + highest)))
+        range_text = f" up to {say(max(inside))}" if inside else ""
+        if plot.x_unit == "step":
+            range_text = f" from {say(inside[0])} to {say(inside[-1])}"
+        items.append(tag("li", _key(_line_class(plot, line)), text(line.name + range_text)))
     top = plot.top
     for ref in plot.references:
         beyond = " (above the plot)" if ref.value > top else ""
@@ -250,11 +291,20 @@ def _text_alternative(plot: Plot) -> str:
             parts.append(f"{line.name} between {say(min(values))} and {say(max(values))}")
     parts += [f"{ref.name} {say(ref.value)}" for ref in plot.references]
     duration = seconds_text(plot.end - plot.start)
+    if plot.x_unit == "step":
+        duration = f"steps {plot.start:,.0f} to {plot.end:,.0f}"
     return shorten(f"{plot.title} over {duration}: {'; '.join(parts) or 'nothing recorded'}.", 600)
 
 
 def _table(plot: Plot) -> str:
     say = _FORMAT[plot.unit]
+    if plot.x_unit == "step":
+        steps = [
+            (line.name, *(say(v) for v in (line.points[0][1], min(values), line.points[-1][1])))
+            for line in plot.lines
+            for values in [[v for _, v in line.points]]
+        ]
+        return table(("series", "first", "lowest", "last"), steps, caption=plot.title)
     rows = [
         (line.name, shorten(phase, 40), say(stat.low), say(stat.mean), say(stat.high))
         for line in plot.lines
@@ -268,6 +318,16 @@ def time_labels(start: float, end: float, count: int = 5) -> str:
     """Return labels of seconds since the start. The page's script updates them when it zooms."""
     labels = "".join(
         tag("span", text(seconds_text((end - start) * k / (count - 1))),
+            style=f"left:{number(100 * k / (count - 1))}%")
+        for k in range(count)
+    )  # fmt: skip
+    return tag("div", labels, class_="x", aria_hidden="true")
+
+
+def step_labels(start: float, end: float, count: int = 5) -> str:
+    """Return labels of steps. The page's script updates them when it zooms."""
+    labels = "".join(
+        tag("span", text(f"{start + (end - start) * k / (count - 1):,.0f}"),
             style=f"left:{number(100 * k / (count - 1))}%")
         for k in range(count)
     )  # fmt: skip

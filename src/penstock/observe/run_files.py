@@ -216,6 +216,11 @@ def recording_directory(path: str | Path) -> Path:
     return inside if is_output else Path(path)
 
 
+def is_recording(folder: Path) -> bool:
+    """Whether a directory has a recording."""
+    return (folder / OBSERVE_FILE).exists()
+
+
 def read_run(path: str | Path) -> RecordedRun:
     """Read a run and, if it has several, its processes.
 
@@ -236,7 +241,7 @@ def read_run(path: str | Path) -> RecordedRun:
 
 
 def _read_process(folder: Path) -> RecordedRun:
-    if not (folder / OBSERVE_FILE).exists():
+    if not is_recording(folder):
         advice = f"`penstock profile -o {folder} -- python ...` or `with penstock.observe(...)`"
         if (folder / "run.yaml").exists():
             advice = "`penstock train --profile 20`, with `--resume` for the next steps"

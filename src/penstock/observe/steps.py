@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from penstock.observe.intervals import Interval, union
-from penstock.observe.records import OBSERVING, Event, Phase, RecordedRun
+from penstock.observe.records import DRIVER, OBSERVING, Event, Phase, RecordedRun
 
 OUTSIDE = ("evaluate", "save", OBSERVING)
 """Phases that belong to no step."""
@@ -164,6 +164,22 @@ def flatten_phases(phases: Iterable[Phase]) -> list[Segment]:
 def without_warmup(steps: Sequence[Step]) -> tuple[Step, ...]:
     """Leave out the first step, which warms up, if there are at least two others."""
     return tuple(steps[1:] if len(steps) >= 3 else steps)
+
+
+def profiled_steps(run: RecordedRun) -> frozenset[int]:
+    """Return the numbers of the steps in which torch's profiler ran.
+
+    A Penstock engine has events of other steps as well; only those of the driver come from the
+    profiler.
+    """
+    if run.observation.mode != "exact":
+        return frozenset()
+    every = run.observation.planned is None
+    return frozenset(
+        event.step
+        for event in run.events
+        if event.step is not None and (every or event.track.startswith(DRIVER))
+    )
 
 
 def typical_step(steps: Sequence[Step]) -> Step | None:
