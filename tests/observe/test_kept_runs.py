@@ -18,7 +18,7 @@ from penstock.observe.run_files import read_run
 REPO = Path(__file__).parents[2]
 KEPT = REPO / "bench/results/observe"
 RUNS = ("plain", "deepspeed-zero3", "fsdp2", "penstock")
-FIGURES = REPO / "bench/results/observe_study_nvidia-h200_2026-11-15.json"
+FIGURES = REPO / "bench/results/observe_study_nvidia-h200_2026-11-18.json"
 
 pytestmark = pytest.mark.skipif(
     not KEPT.parent.exists(), reason="source distributions do not contain the results"

@@ -172,9 +172,15 @@ def gpu_waits(m: Measures) -> Iterator[Finding]:
 def _wait_action(m: Measures, names: tuple[str, ...]) -> str:
     """Return what shortens a wait for these resources, or nothing if there is no such advice."""
     actions = WAIT_ACTIONS if m.run.observation.planned is None else PENSTOCK_WAIT_ACTIONS
-    kinds = ["disk" if name.startswith("disk:") else name for name in names]
-    found = list(dict.fromkeys(actions[kind] for kind in kinds if kind in actions))
-    return capitalize("; ".join(found)) + "." if found else ""
+    kinds = {"disk" if name.startswith("disk:") else name for name in names}
+    # Copies often wait for the sweep or a disk themselves, so these come first.
+    found = (
+        actions[kind]
+        for kind in (SWEEP, "disk", "h2d", "d2h", "ranks")
+        if kind in kinds & set(actions)
+    )
+    action = next(found, "")
+    return f"{capitalize(action)}." if action else ""
 
 
 def _unexplained_wait(m: Measures, gpu: str, seconds: float) -> Iterator[Finding]:
@@ -446,7 +452,7 @@ def hidden_sweep(m: Measures) -> Iterator[Finding]:
 
 def slow_steps(m: Measures) -> Iterator[Finding]:
     """Report steps that took more than twice the median."""
-    steps = [s for s in without_warmup(m.steps) if s.number not in m.profiled_steps]
+    steps = m.own_steps
     if m.seconds is None or len(steps) < 5:
         return
     slow = [step for step in steps if step.seconds > 2 * m.seconds]

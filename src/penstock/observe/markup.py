@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from collections.abc import Iterable, Sequence
 
 from penstock.observe.labels import sanitize
 
 COLOURS = 8
 """Number of colours for lines and boxes: c0 to c7 in page.css."""
+
+_CODE = re.compile(r"`([^`]+)`")
 
 _COLOURS = {"gpu": 0, "h2d": 1, "d2h": 2, "cpu sweep": 3}
 
@@ -26,6 +29,11 @@ def colour_of(resource: str) -> int:
 def text(value: str) -> str:
     """Escape any text for use in an element or in a quoted attribute."""
     return html.escape(sanitize(value), quote=True)
+
+
+def prose(value: str) -> str:
+    """Escape a sentence, and mark what it has in backticks as code."""
+    return _CODE.sub(r"<code>\1</code>", text(value))
 
 
 def tag(name: str, *children: str, **attributes: object) -> str:

@@ -136,6 +136,11 @@ class Measures:
     bottleneck: Bottleneck
 
     @property
+    def own_steps(self) -> tuple[Step, ...]:
+        """Steps that nothing but the program itself made long: no warm-up, no profiler."""
+        return _without_profiled(self.steps, self.profiled_steps)
+
+    @property
     def floor(self) -> float | None:
         """Busy seconds of the busiest resource in the median step: a lower bound of the step time
         for any order of the same work."""
@@ -169,8 +174,7 @@ def measure(run: RecordedRun) -> Measures:
     run = _without_invalid_times(run)
     steps = find_steps(run)
     profiled = profiled_steps(run)
-    steady = without_warmup(steps)
-    own = tuple(step for step in steady if step.number not in profiled) or steady
+    own = _without_profiled(steps, profiled)
     seconds = statistics.median(step.seconds for step in own) if own else None
     kept = steps_with_events(steps, run.events)
     usages = step_usages(without_warmup(kept), run.events)
@@ -200,6 +204,12 @@ def measure(run: RecordedRun) -> Measures:
         load=load,
         bottleneck=_find_bottleneck(busy, load, links, own),
     )
+
+
+def _without_profiled(steps: tuple[Step, ...], profiled: frozenset[int]) -> tuple[Step, ...]:
+    """Leave out the warm-up step and, unless all are, the steps that torch's profiler recorded."""
+    steady = without_warmup(steps)
+    return tuple(step for step in steady if step.number not in profiled) or steady
 
 
 def _without_invalid_times(run: RecordedRun) -> RecordedRun:

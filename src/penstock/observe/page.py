@@ -33,13 +33,13 @@ from penstock.observe.labels import (
     seconds_text,
     shorten,
 )
-from penstock.observe.markup import colour_of, data_block, table, tag, text
+from penstock.observe.markup import colour_of, data_block, prose, table, tag, text
 from penstock.observe.measures import Measures, measure
 from penstock.observe.page_plots import step_window, widened_window
 from penstock.observe.peers import peer_waits
 from penstock.observe.plots import PhaseIndex, Plot, draw_plot, plot_data
 from penstock.observe.series import Peak
-from penstock.observe.steps import UNNAMED, without_warmup
+from penstock.observe.steps import UNNAMED
 from penstock.observe.timeline import (
     StepDrawing,
     draw_timeline,
@@ -136,7 +136,7 @@ def headline(m: Measures, phases: PhaseIndex) -> str:
 
 def _tiles(m: Measures) -> str:
     """Return the main figures: name, value, and what the value refers to."""
-    steps = without_warmup(m.steps)
+    steps = m.own_steps
     tiles: list[tuple[str, str, str]] = []
     if m.seconds is not None:
         slow = sorted(step.seconds for step in steps)[int(0.9 * (len(steps) - 1))]
@@ -242,9 +242,9 @@ def findings_list(findings: Sequence[Finding]) -> str:
     for finding in findings:
         at_stake = capitalize(stake(finding))
         level = tag("b", text(keep_units_together(at_stake)), class_=f"level-{finding.level}")
-        body = tag("span", text(finding.action), class_="act") if finding.action else ""
-        body += tag("span", text(capitalize(finding.text)))
-        body += tag("span", text(finding.advice), class_="advice") if finding.advice else ""
+        body = tag("span", prose(finding.action), class_="act") if finding.action else ""
+        body += tag("span", prose(capitalize(finding.text)))
+        body += tag("span", prose(finding.advice), class_="advice") if finding.advice else ""
         items += tag("li", level, tag("span", body))
     return tag("ul", items, class_="findings")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.observe.labels import number_text, seconds_text, shorten
-from penstock.observe.markup import tag, text
+from penstock.observe.markup import prose, tag, text
 from penstock.observe.page import document, draw_plots, section, tools
 from penstock.observe.plots import PhaseIndex, plot_data
 from penstock.observe.training_curves import TrainingCurves
@@ -21,7 +21,7 @@ def training_page(curves: TrainingCurves, name: str) -> str:
     """Return the whole page."""
     phases, plots = PhaseIndex([]), [*curves.loss_plots(), *curves.other_plots()]
     eyebrow = tag("p", text(shorten(f"Penstock report · {name}")), class_="eyebrow")
-    lead = tag("p", text(HOW_TO_RECORD), class_="lead")
+    lead = tag("p", prose(HOW_TO_RECORD), class_="lead")
     title = training_verdict(curves)
     body = tag("header", eyebrow, tag("h1", text(title)), lead)
     body += section("Training", draw_plots(plots, phases), controls=tools(phases))
