@@ -13,6 +13,7 @@ process. With --save, writes bench/results/lora_<case>_<hardware>_<date>.json.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import statistics
 import sys
@@ -22,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -33,6 +35,7 @@ from bench.repeated_weights import repeat_weights
 from bench.shapes import config_of
 from penstock.engine.prepare import prepare
 from penstock.model.meta_model import weight_dtype
+from penstock.planner import kept_layers
 from penstock.tiers import Tier
 from penstock.units import format_bytes
 
@@ -49,14 +52,17 @@ class Arm:
     """Budget; empty for PEFT in plain torch with everything in HBM."""
     quantize: str | None = None
     steps: int = 3
+    recompute: bool = False
+    """Whether every layer is recomputed, also where HBM has room for what its forward saved."""
 
 
 CASES: dict[str, tuple[str, dict[str, Arm]]] = {
     "8b": ("8b", {
-        "streamed": Arm(hbm="12GiB", steps=6),
-        "resident": Arm(hbm="130GiB", steps=6),
+        "streamed": Arm(hbm="12GiB", steps=6, recompute=True),
+        "resident": Arm(hbm="130GiB", steps=6, recompute=True),
+        "resident, all kept": Arm(hbm="130GiB", steps=6),
         "peft": Arm(steps=4),
-        "streamed again": Arm(hbm="12GiB", steps=6),
+        "streamed again": Arm(hbm="12GiB", steps=6, recompute=True),
     }),
     "32b": ("32b", {
         "bf16": Arm(hbm="24GiB", steps=2), "nf4": Arm(hbm="24GiB", quantize="nf4", steps=2),
@@ -66,7 +72,9 @@ CASES: dict[str, tuple[str, dict[str, Arm]]] = {
         "int4": Arm(hbm="24GiB", quantize="int4", steps=2),
     }),
     "tiny": ("tiny", {
-        "streamed": Arm(hbm="40MiB"), "resident": Arm(hbm="1GiB"), "peft": Arm(),
+        "streamed": Arm(hbm="40MiB", recompute=True),
+        "resident": Arm(hbm="1GiB", recompute=True), "resident, all kept": Arm(hbm="1GiB"),
+        "peft": Arm(),
         "nf4": Arm(hbm="40MiB", quantize="nf4"), "int4": Arm(hbm="40MiB", quantize="int4"),
     }),
 }  # fmt: skip
@@ -94,7 +102,12 @@ def batches(vocabulary: int, context: int, steps: int) -> list[dict[str, torch.T
 
 
 def measure_engine(config: Any, arm: Arm, context: int) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder, HostPeak() as host:
+    plans = mock.patch.object(kept_layers, "may_keep", return_value=False)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        HostPeak() as host,
+        plans if arm.recompute else contextlib.nullcontext(),
+    ):
         config.save_pretrained(folder)
         began = time.perf_counter()
         engine = prepare(
@@ -114,6 +127,7 @@ def measure_engine(config: Any, arm: Arm, context: int) -> dict[str, Any]:
             "hbm_allocated": allocated, "hbm_reserved": reserved,
             "tiers": engine.tiers(), "host": engine.host_memory(),
             "plan_change": engine.plan_change,
+            "kept_passes": sum(block.kept for block in plan.placement.blocks),
         }  # fmt: skip
         engine.close()
         del engine
