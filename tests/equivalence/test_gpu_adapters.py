@@ -68,11 +68,11 @@ def test_20_steps_in_fp32_are_those_of_peft_in_plain_torch(tmp_path: Path) -> No
 
 def test_memory_is_as_planned(tmp_path: Path) -> None:
     gc.collect()
-    torch.cuda.empty_cache()  # what earlier tests left in torch's allocator is not this engine's
-    left = torch.cuda.memory_reserved()
+    torch.cuda.empty_cache()
+    left = torch.cuda.memory_reserved()  # by earlier tests, such as workspaces of cuBLAS
     model = adapted("llama", dtype=torch.bfloat16, **SIZES)
     with penstock.prepare(model, context=128, batch=4, device="cuda") as engine:
         for batch in engines.batches(2, engine.workload, model.config.vocab_size):
             engine.step(batch)
         hbm = engine.tiers()["hbm"]
-        assert hbm["peak"] <= hbm["planned"], f"{hbm}; {left} bytes were left by earlier tests"
+        assert hbm["peak"] - left <= hbm["planned"], f"{hbm}; {left} bytes were there before"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -87,9 +88,12 @@ def test_20_steps_in_fp32_are_those_of_plain_torch_with_the_dequantized_weights(
 
 
 def test_memory_is_as_planned_with_a_rehearsal_and_a_self_check() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+    left = torch.cuda.memory_reserved()  # by earlier tests, such as workspaces of cuBLAS
     model = adapted("llama", dtype=torch.bfloat16, **SIZES)
     with penstock.prepare(model, context=128, batch=4, device="cuda", quantize="nf4") as engine:
         for batch in engines.batches(2, engine.workload, model.config.vocab_size):
             engine.step(batch)
         hbm = engine.tiers()["hbm"]
-        assert hbm["peak"] <= hbm["planned"]
+        assert hbm["peak"] - left <= hbm["planned"], f"{hbm}; {left} bytes were there before"

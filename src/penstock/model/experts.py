@@ -69,7 +69,8 @@ def experts_forward(
     experts, order = torch.sort(top_k_index.reshape(-1), stable=True)
     place = torch.argsort(order)
     offsets = _ends(experts, module.num_experts)
-    _note("offsets", offsets)
+    if not getattr(module, "notes_are_left_to_caller", False):
+        _note("offsets", offsets)
     rows = _Dispatch.apply(hidden, order, place, top_k)  # type: ignore[no-untyped-call]
     inner = _project(module, "gate_up_proj" if module.has_gate else "up_proj", rows, offsets)
     inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
@@ -324,21 +325,19 @@ def _note(name: str, tensor: torch.Tensor) -> None:
         found[name].append(tensor)
 
 
-@contextlib.contextmanager
-def noting_whole_batch(module: Any, *routing: torch.Tensor) -> Iterator[None]:
-    """Note the rows of experts for all tokens together; inside the block, layers note nothing.
-
-    `routing` are the choices and weights of each token, or nothing for an MLP without experts.
-    """
-    if routing and _notes.current is not None:
-        chosen = routing[0].reshape(-1).sort().values
+def note_rows(module: Any, choices: torch.Tensor) -> None:
+    """Note the rows of experts, from the choices of all tokens of a batch."""
+    if _notes.current is not None:
+        chosen = choices.reshape(-1).sort().values
         _note("offsets", _ends(chosen, module.num_experts))
-    before = _notes.current
-    _notes.current = None
-    try:
-        yield
-    finally:
-        _notes.current = before
+
+
+def leave_notes_to_caller(module: Any) -> None:
+    """Let experts note nothing by themselves from now on: they see only a part of a batch.
+
+    A flag of the module, because compiled code is split where a global variable is changed.
+    """
+    module.notes_are_left_to_caller = True
 
 
 def tap_routers(model: nn.Module, layers: Sequence[nn.Module]) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.model.experts import has_fused_experts, noting_whole_batch
+from penstock.model.experts import has_fused_experts, leave_notes_to_caller, note_rows
 
 
 def tile_mlps(layers: Sequence[nn.Module], tile: int) -> None:
@@ -40,6 +40,7 @@ def tile_mlps(layers: Sequence[nn.Module], tile: int) -> None:
 
 
 def _tile(module: nn.Module, tile: int) -> None:
+    leave_notes_to_caller(module)
     module.forward = _TiledForward(module, module.forward, tile)
 
 
@@ -77,19 +78,18 @@ class _TiledForward:
         self.draws = any(isinstance(m, nn.Dropout) and m.p > 0 for m in mlp.modules())
         self.names = [name for name, _ in mlp.named_parameters(remove_duplicate=False)]
 
-    def __call__(self, hidden: torch.Tensor, *routing: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, hidden: torch.Tensor, *routing: torch.Tensor, is_tile: bool = False
+    ) -> torch.Tensor:
+        if routing and not is_tile:
+            note_rows(self.mlp, routing[0])
         tokens = hidden.numel() // hidden.shape[-1]
         if tokens <= self.tile:
             whole: torch.Tensor = self.original(hidden, *routing)
             return whole
         weights = [weight for _, weight in self.mlp.named_parameters(remove_duplicate=False)]
-        if not routing:  # the compiler of torch 2.11 splits a layer at the block below
-            return self._in_tiles(hidden, *weights)
-        with noting_whole_batch(self.mlp, *routing):
-            return self._in_tiles(hidden, *routing, *weights, inputs=1 + len(routing))
-
-    def _in_tiles(self, *tensors: torch.Tensor, inputs: int = 1) -> torch.Tensor:
-        tiled: torch.Tensor = _Tiles.apply(self, inputs, *tensors)  # type: ignore[no-untyped-call]
+        tensors = (hidden, *routing, *weights)
+        tiled: torch.Tensor = _Tiles.apply(self, 1 + len(routing), *tensors)  # type: ignore[no-untyped-call]
         return tiled
 
     def run_tile(
@@ -98,7 +98,9 @@ class _TiledForward:
         """Run the MLP over one tile, with these weights."""
         named = dict(zip(self.names, weights, strict=True))
         if len(inputs) > 1:
-            routed: torch.Tensor = torch.func.functional_call(self.mlp, named, tuple(inputs))
+            routed: torch.Tensor = torch.func.functional_call(
+                self.mlp, named, tuple(inputs), {"is_tile": True}
+            )
             return routed
         # As one row: some MLPs, such as Moshi's, expect `[rows, tokens, hidden size]`.
         output: torch.Tensor = torch.func.functional_call(self.mlp, named, (inputs[0][None],))
@@ -159,8 +161,7 @@ class _Tiles(torch.autograd.Function):
                 previous = found[0]
                 yield rows, found[: len(inputs)]
 
-        whole = noting_whole_batch(tiled.mlp) if ctx.count > 1 else contextlib.nullcontext()
-        with _replaying(ctx.random_state, grad.device), whole:
+        with _replaying(ctx.random_state, grad.device):
             input_grads = _assemble([tensors[i] for i in inputs], gradients())
         found = dict(zip(inputs, input_grads, strict=True))
         found |= {i: sums[i].to(tensors[i].dtype) for i in trained}
