@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.engine.allocate import Programs
 from penstock.engine.program import INSTANT, Buffers, Program, _successions
+from penstock.plan.buffers import STATES, states_nbytes
 from penstock.plan.lifetimes import BufferKey, BufferKind
 from penstock.plan.packing import Lifetime, Packing
 from penstock.plan.placement_index import PlacementIndex
@@ -21,7 +22,12 @@ from penstock.planner.planner import plan_result
 from penstock.roles import Role
 from tests.support.schedule_checker import all_on, cases, evaluator_for
 
-POOLS = {"weights": "weight slots", "gradients": "gradient buffers", "staging": "NVMe staging"}
+POOLS = {
+    "weights": "weight slots",
+    "gradients": "gradient buffers",
+    "staging": "NVMe staging",
+    "states": STATES,
+}
 
 
 @settings(max_examples=60, deadline=None)
@@ -33,7 +39,10 @@ def test_every_program_fits_the_planned_pools(case: tuple[PlanEvaluator, Candida
 
     held = {pool.what: pool.nbytes for pool in plan.pools}
     for name, what in POOLS.items():
-        assert programs.nbytes(name) == held.get(what, 0), what
+        nbytes = programs.nbytes(name)
+        if what == STATES:
+            nbytes = states_nbytes(nbytes, on_gpu=True)
+        assert nbytes == held.get(what, 0), what
 
 
 def test_sweeps_alone_use_all_of_a_steps_staging() -> None:
@@ -101,6 +110,12 @@ def users(program: Program, index: PlacementIndex, key: BufferKey) -> set[int]:
             at
             for at, op in enumerate(program.operations)
             if op.verb in staged and program.read_of[at] == key.start
+        }
+    if key.kind is BufferKind.STATES:
+        return {
+            at
+            for at, op in enumerate(program.operations)
+            if op.gpu and op.verb is not Verb.DROP and program.read_of[at] == key.start
         }
     if key.kind in (BufferKind.SENT, BufferKind.RECEIVED):
         exchange = program.exchange_of.get(key.start, key.start)

@@ -120,6 +120,18 @@ KEPT = (
 """Ways with less to recompute. A round has three micro-batches, or two if there are two rounds."""
 
 
+HYBRID = (
+    Way("swept on the GPU", ("dddd",), {"gpu_swept": range(5), "gpu_piece": 4096}),
+    Way("some swept on the GPU, some kept", ("dddd", "hhhh", "dddh"),
+        {"gpu_swept": (0, 2, 3), "gpu_piece": 8192, "slots": 3, "kept": (0, 1, 2)}),
+    Way("some swept on the GPU, some on disk", ("dddd", "nnnn", "dddn", "ddnn", "dddd"),
+        {"gpu_swept": (0, 2, 4), "piece": 4096}, threads=3),
+    Way("two rounds, some swept on the GPU", ("dddd",),
+        {"gpu_swept": (1, 2), "gpu_piece": 4096, "rounds": 2}),
+)  # fmt: skip
+"""Ways in which states in DRAM pass through HBM and are swept there."""
+
+
 @dataclass(frozen=True)
 class Result:
     """The result of a run."""

@@ -32,6 +32,11 @@ PLANS = {
     "resident, all kept": ("hhhh", {"kept": (3, 3, 3)}),
     "streamed, some kept": ("dddd", {"kept": (1, 0, 3)}),
     "on disk, two rounds, some kept": ("nnnn", {"piece": 8192, "rounds": 2, "kept": (0, 2, 1)}),
+    "swept on the GPU": ("dddd", {"gpu_swept": range(5), "gpu_piece": 4096}),
+    "some swept on the GPU": (
+        ("dddd", "dddd", "hhhh", "nnnn", "dddd"),
+        {"gpu_swept": (0, 4), "gpu_piece": 8192, "piece": 8192, "kept": (0, 2, 0)},
+    ),
     "all on disk, three rounds": ("nnnn", {"piece": 8192, "rounds": 3, "slots": 4, "ahead": 2}),
 }
 
@@ -79,7 +84,7 @@ def test_compressed_moments_give_the_same_bits_under_every_plan(
     moments: str, tmp_path: Path
 ) -> None:
     wanted = train("llama", "resident", tmp_path, moments=moments)
-    for name in ("dram", "all on disk", "two rounds"):
+    for name in ("dram", "all on disk", "two rounds", "swept on the GPU", "some swept on the GPU"):
         found = train("llama", name, tmp_path, moments=moments)
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), name
 
@@ -91,7 +96,10 @@ def test_compressed_moments_give_the_same_bits_under_every_plan(
 )
 def test_fp32_gives_the_same_bits_under_every_plan(how: dict[str, Any], tmp_path: Path) -> None:
     wanted = train("llama", "resident", tmp_path, dtype="fp32", **how)
-    for name in ("dram", "split", "all on disk", "two rounds", "streamed, some kept"):
+    for name in (
+        *("dram", "split", "all on disk", "two rounds", "streamed, some kept"),
+        "swept on the GPU",
+    ):
         found = train("llama", name, tmp_path, dtype="fp32", **how)
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), name
 
@@ -100,7 +108,8 @@ def test_compiled_layers_give_the_same_bits_under_every_plan(tmp_path: Path) -> 
     how = {"compiled": True, "loss_kernel": "fused"}
     wanted = train("llama", "resident", tmp_path, **how)
     kept = ("resident, all kept", "streamed, some kept", "on disk, two rounds, some kept")
-    for name in ("dram", "split", "all on disk", "two rounds", *kept):
+    swept = ("swept on the GPU", "some swept on the GPU")
+    for name in ("dram", "split", "all on disk", "two rounds", *kept, *swept):
         found = train("llama", name, tmp_path, **how)
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), name
 

@@ -9,8 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.plan.buffers import STATES, states_nbytes
 from penstock.plan.build_schedule import evaluation_schedule, step_schedule, sweep_schedule
-from penstock.plan.lifetimes import gradient_lifetimes, staging_lifetimes, weight_lifetimes
+from penstock.plan.lifetimes import (
+    gradient_lifetimes,
+    staging_lifetimes,
+    state_lifetimes,
+    weight_lifetimes,
+)
 from penstock.plan.packing import pack, peak_nbytes
 from penstock.plan.placement_index import PlacementIndex
 from penstock.plan.schedule import COMPUTE, Operation, Schedule, Verb
@@ -105,8 +111,10 @@ def test_a_sweep_schedule_sweeps_everything_once_and_computes_nothing(case: Case
 
     wanted = [checker.sweeps_of(block) for block in range(len(evaluator.inventory.blocks))]
     assert checker.swept == set().union(*wanted)
-    assert verbs(schedule) <= {Verb.READ, Verb.RELEASE, Verb.SWEEP, Verb.WRITE, Verb.GATHER}
-    assert len(checker.written) == len([op for op in schedule.operations if op.verb is Verb.WRITE])
+    others = {op.verb for op in schedule.operations if not op.gpu}
+    assert others <= {Verb.READ, Verb.RELEASE, Verb.SWEEP, Verb.WRITE, Verb.GATHER}
+    written = [op for op in schedule.operations if op.verb in (Verb.WRITE, Verb.OFFLOAD)]
+    assert len(checker.written) == len(written)
 
 
 @settings(max_examples=60, deadline=None)
@@ -148,7 +156,7 @@ def any_order(schedule: Schedule, random: Random) -> list[Operation]:
 
 def buffers(op: Operation) -> list[str]:
     """Name the buffer that an operation begins or ends."""
-    if op.verb in (Verb.FETCH, Verb.DROP):
+    if op.verb in (Verb.FETCH, Verb.DROP) and not op.gpu:
         return [f"{op.block} {op.roles}"]
     if op.verb in (Verb.READ, Verb.RELEASE):
         return [f"{op.block} {op.piece} {op.roles}"]
@@ -172,7 +180,7 @@ def test_pools_are_exactly_as_large_as_the_schedules_need(case: Case) -> None:
     if evaluator.workload.accumulate:
         schedules.append(step_schedule(evaluator.inventory, placement, pending=False, adds=True))
     pools = {pool.what: pool.nbytes for pool in evaluator.pools(candidate)}
-    needed = {"weight slots": 0, "gradient buffers": 0, "NVMe staging": 0}
+    needed = {"weight slots": 0, "gradient buffers": 0, "NVMe staging": 0, STATES: 0}
 
     for schedule in schedules:
         args = (evaluator.inventory, schedule, placement, formats)
@@ -180,11 +188,13 @@ def test_pools_are_exactly_as_large_as_the_schedules_need(case: Case) -> None:
             weight_lifetimes(schedule, placement),
             gradient_lifetimes(*args),
             staging_lifetimes(*args),
+            state_lifetimes(*args),
         )
         for what, lifetimes in zip(needed, lists, strict=True):
             assert pools.get(what, 0) >= peak_nbytes(lifetimes)
             needed[what] = max(needed[what], pack(lifetimes, refinements=0).nbytes)
 
+    needed[STATES] = states_nbytes(needed[STATES], on_gpu=True)
     assert {what: pools.get(what, 0) for what in needed} == needed
 
 

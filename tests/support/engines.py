@@ -146,6 +146,8 @@ def make_plan_of(
     ahead: int = 1,
     piece: int = 1 << 26,
     kept: Sequence[int] = (),
+    gpu_swept: Sequence[int] = (),
+    gpu_piece: int | None = None,
     machine: Machine | None = None,
 ) -> Plan:
     """Return a plan with the given placement.
@@ -153,7 +155,8 @@ def make_plan_of(
     `locations` has four letters for each block, or four for all blocks: where weight, state,
     gradient and activation are stored. d is DRAM, n NVMe, h HBM, c CXL and m a mix of DRAM and CXL.
     A fifth letter says where the frozen weights of a block are that also has trained ones. `kept`
-    has the number of micro-batches that each layer keeps.
+    has the number of micro-batches that each layer keeps. `gpu_swept` has the numbers of blocks in
+    DRAM whose states pass through HBM, in pieces of `gpu_piece` elements.
     """
     if machine is None:
         machine = cpu_machine(discover())
@@ -161,11 +164,16 @@ def make_plan_of(
     cxl = sum(node.capacity for node in machine.cxl_nodes)
     budget = Budget(hbm=8 * GiB, dram=8 * GiB, cxl=cxl, nvme=nvme)
     machine, _ = with_paths(machine, budget)
-    evaluator = PlanEvaluator(model, work, machine, budget, piece_elements=piece, unbounded=True)
+    pieces: dict[str, int] = {"piece_elements": piece}
+    if gpu_piece is not None:
+        pieces["gpu_piece_elements"] = gpu_piece
+    evaluator = PlanEvaluator(model, work, machine, budget, unbounded=True, **pieces)
     rows = [locations] * len(model.blocks) if isinstance(locations, str) else list(locations)
     blocks = [_locations_of(model, i, row) for i, row in enumerate(rows)]
     by_block = (0, *kept, 0) if kept else ()
-    return plan_result(evaluator, Candidate(tuple(blocks), rounds, slots, ahead, by_block)).plan
+    swept = frozenset(i for i in gpu_swept if model.blocks[i].parameters(True))
+    candidate = Candidate(tuple(blocks), rounds, slots, ahead, by_block, swept)
+    return plan_result(evaluator, candidate).plan
 
 
 _LETTERS = {

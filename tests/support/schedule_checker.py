@@ -14,7 +14,7 @@ from penstock.plan.placement_index import PlacementIndex
 from penstock.plan.schedule import Operation, Schedule, Verb
 from penstock.planner.candidate import BlockLocations, Candidate, Location
 from penstock.planner.evaluator import PlanEvaluator
-from penstock.roles import Role
+from penstock.roles import TRAINED, Role
 from penstock.units import TiB
 from tests.support.machines import machine
 from tests.support.models import llama, work
@@ -31,6 +31,7 @@ def evaluator_for(
     *,
     frozen: int = 0,
     piece: int = WHOLE,
+    gpu_piece: int = WHOLE,
     linear: bool = True,
     **more: object,
 ) -> PlanEvaluator:
@@ -45,7 +46,9 @@ def evaluator_for(
         model = replace(model, blocks=tuple(freeze(block, frozen) for block in model.blocks))
     budget = Budget(hbm=TiB, dram=TiB, cxl=TiB, nvme=(PathBudget(path="/mnt/nvme", nbytes=TiB),))
     workload = work(model, 128, batch, micro_batch=1, **more)
-    return PlanEvaluator(model, workload, machine(), budget, piece_elements=piece)
+    return PlanEvaluator(
+        model, workload, machine(), budget, piece_elements=piece, gpu_piece_elements=gpu_piece
+    )
 
 
 def freeze(block: Block, mask: int) -> Block:
@@ -76,18 +79,34 @@ def cases(draw: st.DrawFn) -> tuple[PlanEvaluator, Candidate]:
         draw(st.booleans()),
         frozen=draw(st.sampled_from((0, 0, 1, 6, 15))),
         piece=draw(st.sampled_from((WHOLE, 1 << 18, 1 << 16))),
+        gpu_piece=draw(st.sampled_from((WHOLE, 1 << 17, 1 << 16))),
         accumulate=draw(st.booleans()),
         linear=draw(st.booleans()),
         world=draw(st.sampled_from((1, 1, 2, 3))),
     )
     ahead = draw(st.integers(1, 3))
+    locations = tuple(draw(locations_of(block)) for block in evaluator.inventory.blocks)
+    one_rank = evaluator.inventory.shards == 1
     candidate = Candidate(
-        tuple(draw(locations_of(block)) for block in evaluator.inventory.blocks),
+        locations,
         rounds=draw(st.integers(1, 3)),
         slots=ahead + draw(st.integers(1, 3)),
         ahead=ahead,
+        gpu_swept=frozenset(
+            i
+            for i, each in enumerate(locations)
+            if evaluator.inventory.shards == 1
+            and may_pass_through_hbm(each)
+            and draw(st.booleans())
+        ),
     )
     return evaluator, candidate
+
+
+def may_pass_through_hbm(locations: BlockLocations) -> bool:
+    """Return whether the GPU may sweep a block that is stored in host memory."""
+    trained = {locations.weight, locations.state, locations.gradient}
+    return trained <= {Location.DRAM, Location.CXL, Location.MIX}
 
 
 @st.composite
@@ -131,6 +150,7 @@ class ScheduleChecker:
         self.hbm: set[tuple[int, Role]] = set()
         self.parts: dict[int, set[int]] = {}  # pieces of a block's weights fetched so far
         self.staged: list[tuple[int, int | None, tuple[Role, ...]]] = []
+        self.passing: set[tuple[int, int | None]] = set()  # pieces in HBM that the GPU sweeps
         self.swept: set[tuple[int, int | None]] = set()
         self.written: set[tuple[int, int | None]] = set()
         self.out: set[tuple[int, Role, int]] = set()
@@ -155,14 +175,15 @@ class ScheduleChecker:
             getattr(self, operation.verb.name.lower())(operation)
         assert not self.hbm, "HBM is empty at the end"
         assert not self.staged, "staging is empty at the end"
+        assert not self.passing, "no states are in HBM at the end"
         assert not self.sent, "nothing waits to be sent at the end"
         assert self.met == (self.ranks > 1 and bool(self.computed)), "ranks meet once"
 
     def sweeps_of(self, block: int) -> set[tuple[int, int | None]]:
-        """Return the sweeps that a block needs: one, or one per piece if it passes staging."""
+        """Return the sweeps that a block needs: one, or one per piece if it is in pieces."""
         if not self.pending or self.placement.blocks[block].sweep == "none":
             return set()
-        if not self.facts.staged_roles(block):
+        if not self.facts.staged_roles(block) and not self.facts.streams_states(block):
             return {(block, None)}
         return {(block, piece) for piece in range(self.facts.pieces[block])}
 
@@ -194,9 +215,19 @@ class ScheduleChecker:
         )
         if needed := self.facts.staged_roles(op.block):
             assert (op.block, op.piece, needed) in self.staged, "the sweep's inputs are in staging"
+        if self.facts.streams_states(op.block):
+            assert op.gpu
+            assert (op.block, op.piece) in self.passing, "the sweep's inputs are in HBM"
         self.swept.add((op.block, op.piece))
 
     def fetch(self, op: Operation) -> None:
+        if op.gpu:
+            assert op.roles == TRAINED, "a sweep needs everything that is trained"
+            assert (op.block, op.piece) not in self.swept | self.passing, "a piece is swept once"
+            self.passing.add((op.block, op.piece))
+            if self.listed_order:
+                assert len(self.passing) <= self.placement.pieces_staged, "HBM has so many pieces"
+            return
         (role,) = op.roles
         if op.piece is not None and not self._fetch_piece(op):
             return
@@ -205,6 +236,8 @@ class ScheduleChecker:
             assert self.sweeps_of(op.block) <= self.swept, (
                 "weights are fetched only after the sweep"
             )
+            if self.facts.streams_states(op.block):
+                assert self.sweeps_of(op.block) <= self.written, "swept weights are in host memory"
         if role is Role.ACTIVATION or (role is Role.GRADIENT and not self.adds):
             before = op.round - 1 if role is Role.GRADIENT else op.round
             assert (op.block, role, before) in self.out, "only offloaded bytes are fetched"
@@ -227,6 +260,10 @@ class ScheduleChecker:
         return len(fetched) == trained + self.facts.frozen_pieces[op.block]
 
     def drop(self, op: Operation) -> None:
+        if op.gpu:
+            assert (op.block, op.piece) in self.written, "a swept piece is offloaded first"
+            self.passing.remove((op.block, op.piece))
+            return
         if not op.roles:
             assert (op.block, op.round) in self.exchanged, "what is sent is dropped afterwards"
             self.sent.remove((op.block, op.round))
@@ -256,6 +293,11 @@ class ScheduleChecker:
         self.met = True
 
     def offload(self, op: Operation) -> None:
+        if op.gpu:
+            assert (op.block, op.piece) in self.swept & self.passing, "only swept pieces leave"
+            assert set(op.roles) == set(TRAINED) - {Role.GRADIENT}, "all that a sweep changes"
+            self.written.add((op.block, op.piece))
+            return
         (role,) = op.roles
         if role is Role.GRADIENT and self.ranks > 1:
             assert (op.block, op.round) in self.exchanged, "gradients are summed by their owners"

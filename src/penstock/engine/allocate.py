@@ -32,7 +32,7 @@ from penstock.memory.heap import return_freed_memory
 from penstock.memory.placement import Node
 from penstock.model.inventory import Inventory
 from penstock.optim.thread_pool import Pool
-from penstock.plan.buffers import MAILBOXES, pipe_lanes, pipe_nbytes
+from penstock.plan.buffers import MAILBOXES, STATES, pipe_lanes, pipe_nbytes, states_nbytes
 from penstock.plan.build_schedule import (
     backward_schedule,
     evaluation_schedule,
@@ -72,6 +72,9 @@ class EngineMemory:
     """Device memory for gradient sums, and for gradients that are being offloaded."""
     staging: torch.Tensor
     """Host memory for pieces of weights and optimizer states that live on NVMe."""
+    states: torch.Tensor
+    """Device memory for pieces of weights and optimizer states that live in host memory, while the
+    device sweeps them."""
     pipes: dict[str, DiskPipe]
     """Per lane that copies between the device and NVMe, its pair of host buffers."""
     sweep_pool: Pool
@@ -100,7 +103,7 @@ class EngineMemory:
         self.held.release()
         self.hidden.release()
         self.gradients.start_step()
-        self.gradient_pool = self.staging = torch.empty(0, dtype=torch.uint8)
+        self.gradient_pool = self.staging = self.states = torch.empty(0, dtype=torch.uint8)
         self.updates = None
         self.pipes.clear()
         self.device.limit_memory(None)
@@ -248,6 +251,7 @@ def allocate(
             gradients=gradients,
             gradient_pool=device.empty(programs.nbytes("gradients"), "gradient buffers"),
             staging=staging,
+            states=device.empty(programs.nbytes("states"), STATES),
             pipes=pipes,
             sweep_pool=sweep_pool,
             updates=None if workspace is None else TensorUpdates(inventory, device, workspace),
@@ -294,12 +298,14 @@ def _check_pool_sizes(plan: Plan, programs: Programs) -> None:
     made the plan.
     """
     planned: Mapping[str, int] = {pool.what: pool.nbytes for pool in plan.pools}
-    for name, what in (
-        ("weights", "weight slots"),
-        ("gradients", "gradient buffers"),
-        ("staging", "NVMe staging"),
+    states = states_nbytes(programs.nbytes("states"), on_gpu=plan.context_nbytes > 0)
+    for needed, what in (
+        (programs.nbytes("weights"), "weight slots"),
+        (programs.nbytes("gradients"), "gradient buffers"),
+        (programs.nbytes("staging"), "NVMe staging"),
+        (states, STATES),
     ):
-        needed, listed = programs.nbytes(name), planned.get(what, 0)
+        listed = planned.get(what, 0)
         if needed != listed:
             raise PlanError(
                 f"pools.{what}",

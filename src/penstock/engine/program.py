@@ -20,6 +20,7 @@ from penstock.plan.lifetimes import (
     gradient_sums,
     is_chunked,
     staging_lifetimes,
+    state_lifetimes,
     weight_lifetimes,
 )
 from penstock.plan.packing import Packing, pack
@@ -66,12 +67,16 @@ class Program:
     staging: Buffers
     """Pieces read from NVMe, in host memory."""
 
+    states: Buffers
+    """Pieces stored in host memory while the GPU sweeps them, in HBM."""
+
     buffer_start: tuple[int, ...]
     """For each fetch and gather, the operation that begins its buffer: the block's first piece if
     the block is fetched in pieces. For all other operations, the operation itself."""
 
     read_of: tuple[int, ...]
-    """For each operation on a piece in staging, the read that filled it; -1 for all others."""
+    """For each operation on a piece, the read that filled its buffer in host staging, or the fetch
+    that filled its buffer in HBM; -1 for all others."""
 
     sums: Mapping[int, tuple[SumPart, ...]]
     """The gradient sums to which an operation adds; the block's own comes last."""
@@ -98,10 +103,12 @@ def compile_program(
     trains = any(op.verb is Verb.BACKWARD for op in schedule.operations)
     gradients = gradient_lifetimes(inventory, schedule, placement, formats) if trains else []
     staging = staging_lifetimes(inventory, schedule, placement, formats)
+    states = state_lifetimes(inventory, schedule, placement, formats)
+    pools = (weights, gradients, staging, states)
     # The planner sizes the pools with the same effort: more refinements could pack differently.
-    packed = [pack(lifetimes, refinements=0) for lifetimes in (weights, gradients, staging)]
+    packed = [pack(lifetimes, refinements=0) for lifetimes in pools]
     after: list[set[int]] = [set(op.after) for op in schedule.operations]
-    for lifetimes, packing in zip((weights, gradients, staging), packed, strict=True):
+    for lifetimes, packing in zip(pools, packed, strict=True):
         for begins, ended in _successions(lifetimes, packing):
             after[begins].add(ended)
     sums = list(gradient_sums(inventory, schedule)) if trains else []
@@ -111,6 +118,7 @@ def compile_program(
         weights=Buffers(packed[0]),
         gradients=Buffers(packed[1]),
         staging=Buffers(packed[2]),
+        states=Buffers(packed[3]),
         buffer_start=_buffer_starts(schedule.operations),
         read_of=_reads(schedule.operations),
         sums={at: tuple(parts) for at, parts in itertools.groupby(sums, lambda part: part.at)},
@@ -167,7 +175,7 @@ def _buffer_starts(operations: Sequence[Operation]) -> tuple[int, ...]:
     starts = []
     for at, op in enumerate(operations):
         buffer = (op.block, op.roles)
-        if op.verb is Verb.FETCH:
+        if op.verb is Verb.FETCH and not op.gpu:
             starts.append(open_buffers.setdefault(buffer, at))
             continue
         if op.verb is Verb.DROP:
@@ -185,7 +193,7 @@ def _reads(operations: Sequence[Operation]) -> tuple[int, ...]:
         if op.piece is None:
             reads.append(-1)
             continue
-        if op.verb is Verb.READ:
+        if op.verb is Verb.READ or (op.verb is Verb.FETCH and op.gpu):
             latest[op.block, op.piece] = at
         reads.append(latest[op.block, op.piece])
     return tuple(reads)

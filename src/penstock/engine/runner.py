@@ -29,9 +29,12 @@ from penstock.engine.step_records import (
 from penstock.engine.step_state import StepState
 from penstock.engine.ticket_board import StoppedError, TicketBoard
 from penstock.engine.transfer import Mover
-from penstock.plan.schedule import COMPUTE, Verb
+from penstock.plan.schedule import Verb
 
-LANES = ("read", "sweep", "write", "fetch", "fetch inputs", "drain", "drain inputs", "ranks")
+LANES = (
+    *("read", "sweep", "write", "fetch", "fetch inputs", "drain", "drain inputs", "ranks"),
+    *("fetch states", "gpu sweep", "drain states"),
+)
 """Lanes with a thread of their own; the calling thread serves the lane `compute`."""
 
 Job = Callable[[], None]
@@ -128,6 +131,9 @@ class Runner:
             "drain": mover.offload_gradient,
             "drain inputs": mover.offload_activations,
             "ranks": self._exchange.run,
+            "fetch states": mover.fetch_states,
+            "gpu sweep": mover.sweep_states,
+            "drain states": mover.offload_states,
         }
         jobs: dict[str, list[Job]] = {name: [] for name in LANES}
         for at, op in enumerate(step.program.operations):
@@ -141,7 +147,7 @@ class Runner:
         for at, op in enumerate(step.program.operations):
             if op.verb in INSTANT:
                 continue
-            if op.verb in COMPUTE or op.gpu:
+            if op.lane == "compute":
                 if self.on_progress is not None:
                     self.on_progress(at, total, f"{op.verb} {self._block_names[op.block]}")
                 self._computer.compute(step, at, op)

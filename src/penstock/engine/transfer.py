@@ -11,6 +11,9 @@ Every operation that moves data or sweeps on the CPU ends up in one method of `M
 | `fetch inputs` | `fetch_activations`   | activations from host memory or NVMe to the device|
 | `drain`        | `offload_gradient`    | gradients from the device to host memory or NVMe  |
 | `drain inputs` | `offload_activations` | activations from the device to host memory or NVMe|
+| `fetch states` | `fetch_states`        | weights, states, gradients to be swept on the device|
+| `gpu sweep`    | `sweep_states`        | nothing: it sweeps what was fetched, on the device|
+| `drain states` | `offload_states`      | swept weights and states from the device to host memory|
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from penstock.engine.step_state import StepState
 from penstock.engine.tensor_updates import TensorUpdates
 from penstock.engine.ticket_board import StoppedError
 from penstock.optim import sweep
-from penstock.plan.lifetimes import BufferKey, BufferKind
+from penstock.plan.lifetimes import BufferKey, BufferKind, operation_span
 from penstock.plan.schedule import Operation, Verb
 from penstock.roles import STATE, Role
 from penstock.storage.layout import Extent
@@ -62,7 +65,7 @@ class Mover:
         assert piece is not None
         transfers = [
             store.start_read(self._tiers.extent(op.block, role, piece), span.data.numpy())
-            for role, span in self._staged_spans(step.program, at, op).items()
+            for role, span in self._piece_spans(step.program, at, op).items()
         ]
         step.tickets.post(at, TicketGroup(transfers))
 
@@ -161,6 +164,68 @@ class Mover:
         on_host = swept is not None and not on_device
         step.tickets.post(at, TicketGroup([swept, issued]) if on_host and swept else issued)
 
+    # The optimizer sweep on the device, over what is stored in host memory.
+
+    def fetch_states(self, step: StepState, at: int, op: Operation) -> None:
+        """Copy one piece of a block, everything that its sweep needs, to the device."""
+        if self._skip_swept(step, at, op):
+            return
+        self._order_on_stream(step, at)
+        for role, into in self._piece_spans(step.program, at, op).items():
+            self._copy_span(into, self._tiers.span(op.block, role), into)
+        step.tickets.post(at, self._device.record())
+
+    def sweep_states(self, step: StepState, at: int, op: Operation) -> None:
+        """Start the optimizer sweep of one piece on the device."""
+        if self._skip_swept(step, at, op):
+            return
+        self._order_on_stream(step, at)
+        pending = step.pending
+        assert pending is not None
+        start, stop, _ = self._span_of(op)
+        first = self._tiers.first_element(op.block, True)
+        roles = self._spans_read_for(step.program, at)
+        args = (self._tiers.inventory, op.block, pending, roles, first + start, first + stop)
+        swept = self._device.start_sweep(
+            pending.rule, make_segments(*args), self._memory.sweep_pool
+        )
+        step.device_sweeps.append(swept)
+        step.tickets.post(at, self._device.record())
+
+    def offload_states(self, step: StepState, at: int, op: Operation) -> None:
+        """Copy one swept piece back to where it is stored.
+
+        Only now does the piece count as swept: after a failure before this, host memory still has
+        the states of the previous update, and the next step sweeps them again.
+        """
+        if self._skip_swept(step, at, op):
+            return
+        self._order_on_stream(step, at)
+        pending = step.pending
+        assert pending is not None
+        spans = self._spans_read_for(step.program, at)
+        for role in op.roles:
+            if role in spans:
+                self._copy_span(self._tiers.span(op.block, role), spans[role], spans[role])
+        pending.done.add((op.block, op.piece))
+        step.tickets.post(at, self._device.record())
+
+    def _skip_swept(self, step: StepState, at: int, op: Operation) -> bool:
+        """Return whether an earlier step swept this piece and failed later, and post a ticket."""
+        assert step.pending is not None
+        if (op.block, op.piece) not in step.pending.done:
+            return False
+        step.tickets.post(at, Finished(None))
+        return True
+
+    def _copy_span(self, into: Span, source: Span, part: Span) -> None:
+        """Copy the elements of `part`, and the bases of 8-bit moments, between two spans."""
+        elements = (part.first, part.first + part.count)
+        self._device.copy(into.values(*elements), source.values(*elements))
+        bases, source_bases = into.bases(*elements), source.bases(*elements)
+        if bases is not None and source_bases is not None:
+            self._device.copy(bases, source_bases)
+
     def end_sweeps(self) -> None:
         """Block until no sweep runs. A failed step starts no sweep after this returns.
 
@@ -191,26 +256,38 @@ class Mover:
         return roles, first + start, first + stop
 
     def _spans_read_for(self, program: Program, at: int) -> dict[Role, Span]:
-        """Return the staged roles of the piece that operation `at` works on."""
+        """Return the roles of the piece that operation `at` works on, in the piece's buffer."""
         read = program.read_of[at]
-        return self._staged_spans(program, read, program.operations[read])
+        return self._piece_spans(program, read, program.operations[read])
 
-    def _staged_spans(self, program: Program, read: int, op: Operation) -> dict[Role, Span]:
-        """Return the roles of a piece: they lie one after another in its part of the staging."""
-        assert op.piece is not None
-        start, stop, trained = self._tiers.piece_span(op.block, op.piece)
+    def _piece_spans(self, program: Program, read: int, op: Operation) -> dict[Role, Span]:
+        """Return the roles of a piece: they lie one after another in its buffer.
+
+        The buffer is in host staging, or on the device if the device sweeps the piece.
+        """
+        start, stop, trained = self._span_of(op)
         before = self._tiers.first_element(op.block, trained)
         block = self._tiers.inventory.blocks[op.block]
-        offset = program.staging.offset(BufferKey(BufferKind.STAGING, op.block, read))
+        if op.gpu:
+            pool = self._memory.states
+            offset = program.states.offset(BufferKey(BufferKind.STATES, op.block, read))
+        else:
+            pool = self._memory.staging
+            offset = program.staging.offset(BufferKey(BufferKind.STAGING, op.block, read))
         spans = {}
         for role in op.roles:
             low, high = block.role_span(role, start, stop)
             nbytes = self._tiers.formats.at_rest(role, high - low)
-            data = self._memory.staging[offset : offset + nbytes]
+            data = pool[offset : offset + nbytes]
             if nbytes:
                 spans[role] = Span(role, data, before + low, high - low, self._tiers.formats)
             offset += nbytes
         return spans
+
+    def _span_of(self, op: Operation) -> tuple[int, int, bool]:
+        """Return a piece's first element in the shard, its end, and whether it is trainable."""
+        blocks = self._tiers.inventory.blocks
+        return operation_span(blocks[op.block], op, self._tiers.plan.placement)
 
     # To the device.
 

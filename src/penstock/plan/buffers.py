@@ -24,6 +24,7 @@ from penstock.plan.lifetimes import (
     BufferLifetime,
     gradient_lifetimes,
     staging_lifetimes,
+    state_lifetimes,
     weight_lifetimes,
 )
 from penstock.plan.packing import pack
@@ -65,6 +66,9 @@ other is written or read."""
 PIPE_UNIT = 64 * KiB
 """Halves of a pipe are multiples of this: the unit of a store."""
 
+
+STATES = "states in flight"
+"""Name of the pool for states in host memory that the GPU sweeps."""
 
 NCCL = "NCCL buffers"
 """Name of the pool that stands for NCCL's own memory, which is outside torch's allocator."""
@@ -123,6 +127,9 @@ def plan_pools(
     staging = max(
         _packed_nbytes(staging_lifetimes(inventory, each, placement, formats)) for each in staged
     )
+    states = max(
+        _packed_nbytes(state_lifetimes(inventory, each, placement, formats)) for each in staged
+    )
     measured = memory_pools(workload, placement, memory, context_nbytes=context_nbytes)
     collective = placement.transport == "collective" and context_nbytes > 0
     hbm = {
@@ -131,6 +138,7 @@ def plan_pools(
         "weight slots": weights,
         "dequantized weights": sum(dequantized_nbytes(inventory, formats)),
         "gradient buffers": gradients,
+        STATES: states_nbytes(states, on_gpu=context_nbytes > 0),
         "hidden states in flight": hidden_nbytes(inventory, workload, placement.rounds),
         **_caller_loss_pools(inventory, workload, placement),
         WORKSPACE: _workspace_nbytes(inventory, workload, on_gpu=context_nbytes > 0),
@@ -145,6 +153,14 @@ def plan_pools(
     pools = [BufferPool(tier=Tier.HBM, what=k, nbytes=v) for k, v in hbm.items()]
     pools += [BufferPool(tier=Tier.DRAM, what=k, nbytes=v) for k, v in dram.items()]
     return tuple(pool for pool in pools if pool.nbytes)
+
+
+def states_nbytes(packed: int, *, on_gpu: bool) -> int:
+    """Return the size of the pool for states that the GPU sweeps, from that of their buffers.
+
+    The stream of these sweeps has a page of its own for what the kernels report.
+    """
+    return packed + SMALL_PAGE if packed and on_gpu else packed
 
 
 def _sizing_schedules(

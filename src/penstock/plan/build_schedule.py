@@ -161,6 +161,9 @@ class _ScheduleBuilder:
         """Offload of what is outside HBM now."""
         self.staged: list[tuple[Operation, tuple[int, ...]]] = []
         """Reads whose staging buffer is in use, and the operations that still need it."""
+        self.passing: list[tuple[Operation, int]] = []
+        """Fetches of states whose buffer in HBM is in use, and the offload of each, oldest
+        first."""
         self.leaving: list[tuple[int, int]] = []
         """Blocks whose gradient leaves HBM, and the offload of each, oldest first."""
         self.sent: list[tuple[int, int]] = []
@@ -222,6 +225,7 @@ class _ScheduleBuilder:
         for block, role in list(self.fetched):
             self.drop(block, role, phase, round)
         self.release(phase, round, keep=0)
+        self.drop_states(phase, round, keep=0)
         return Schedule(tuple(self.operations), self.index.ranks, self.held)
 
     # Fetches, as far ahead as the placement says.
@@ -305,6 +309,9 @@ class _ScheduleBuilder:
         if staged:
             pieces = range(self.index.pieces[block])
             self.swept[block] = tuple(self.sweep_piece(block, p, staged) for p in pieces)
+        elif self.index.streams_states(block):
+            pieces = range(self.index.pieces[block])
+            self.swept[block] = tuple(self.sweep_states(block, p) for p in pieces)
         else:
             # Updates of whole tensors share a workspace, so all of them are on one lane.
             gpu = side == "gpu" and not self.index.whole_tensors
@@ -336,6 +343,32 @@ class _ScheduleBuilder:
             users += (at,)
         self.staged.append((self.operations[read], users))
         return swept
+
+    def sweep_states(self, block: int, piece: int) -> int:
+        """Append fetch, sweep and offload of one piece that the GPU sweeps.
+
+        Returns the index of the offload: what needs the swept weights finds them in host memory.
+        """
+        self.drop_states("forward", 0, keep=self.index.placement.pieces_staged - 1)
+        fetched = self.emit(Verb.FETCH, block, TRAINED, "forward", piece=piece, gpu=True)
+        swept = self.emit(
+            Verb.SWEEP, block, TRAINED, "forward", piece=piece, gpu=True, after=(fetched,)
+        )
+        back = tuple(role for role in TRAINED if role is not Role.GRADIENT)
+        offloaded = self.emit(
+            Verb.OFFLOAD, block, back, "forward", piece=piece, gpu=True, after=(swept,)
+        )
+        self.passing.append((self.operations[fetched], offloaded))
+        return offloaded
+
+    def drop_states(self, phase: Phase, round: int, keep: int) -> None:
+        """Drop the oldest pieces of states in HBM until `keep` are left."""
+        while len(self.passing) > keep:
+            fetch, offloaded = self.passing.pop(0)
+            self.emit(
+                Verb.DROP, fetch.block, fetch.roles, phase, round,
+                piece=fetch.piece, gpu=True, after=(offloaded,),
+            )  # fmt: skip
 
     def release(self, phase: Phase, round: int, keep: int) -> None:
         """Release the oldest staging buffers until `keep` are left."""

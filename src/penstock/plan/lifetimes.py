@@ -41,6 +41,9 @@ class BufferKind(StrEnum):
     STAGING = "staged"
     """One piece of a block between NVMe and its next destination, in host memory."""
 
+    STATES = "states"
+    """One piece of a block that is stored in host memory while the GPU sweeps it, in HBM."""
+
 
 class BufferKey(NamedTuple):
     """Identifies one temporary buffer within a schedule."""
@@ -208,12 +211,42 @@ def staged_nbytes(
     inventory: Inventory, operation: Operation, placement: Placement, formats: Formats
 ) -> int:
     """Return the bytes of host staging that an operation on a piece uses."""
-    assert operation.piece is not None
     block = inventory.blocks[operation.block]
-    start, stop, _ = piece_span(block, operation.piece, placement)
+    start, stop, _ = operation_span(block, operation, placement)
     return sum(
         formats.at_rest(role, block.role_elements(role, start, stop)) for role in operation.roles
     )
+
+
+def state_lifetimes(
+    inventory: Inventory, schedule: Schedule, placement: Placement, formats: Formats
+) -> list[BufferLifetime]:
+    """List the buffers of states in HBM that the GPU sweeps: each lives from fetch to drop.
+
+    All have the size of the largest piece. So every schedule packs them without gaps, and none
+    needs more of them than a training step does.
+    """
+    fetches: dict[tuple[int, int | None], int] = {}
+    spans: list[tuple[BufferKey, int]] = []
+    nbytes = 0
+    for at, operation in enumerate(schedule.operations):
+        piece = (operation.block, operation.piece)
+        if operation.verb is Verb.FETCH and operation.gpu:
+            fetches[piece] = at
+            nbytes = max(nbytes, staged_nbytes(inventory, operation, placement, formats))
+        elif operation.verb is Verb.DROP and operation.gpu:
+            spans.append((BufferKey(BufferKind.STATES, operation.block, fetches.pop(piece)), at))
+    return [_lifetime(key, nbytes, last=last) for key, last in spans]
+
+
+def operation_span(
+    block: Block, operation: Operation, placement: Placement
+) -> tuple[int, int, bool]:
+    """Return `piece_span` of an operation's piece, in host staging or on its way to the GPU."""
+    assert operation.piece is not None
+    if operation.gpu:
+        return (*block.pieces(placement.gpu_piece_elements)[operation.piece], True)
+    return piece_span(block, operation.piece, placement)
 
 
 def piece_span(block: Block, piece: int, placement: Placement) -> tuple[int, int, bool]:

@@ -14,6 +14,11 @@ from penstock.units import MiB
 STRIPE_UNIT = 2 * MiB
 """Stripes consist of whole huge pages. What does not fill a page goes to the last share."""
 
+GPU_PIECE = 1 << 23
+"""Number of parameters per piece of an optimizer sweep on the GPU over states in host memory: 112
+MiB with fp32 moments. Copies this long reach the rate of the link, and the host has time to issue
+them."""
+
 SweepSide = Literal["cpu", "gpu", "none"]
 
 TransportName = Literal["shared", "collective"]
@@ -80,8 +85,9 @@ class BlockPlacement:
     """One home for each role that the block has."""
 
     sweep: SweepSide = "cpu"
-    """Which processor runs the block's optimizer sweep: the GPU if the states are in HBM, else the
-    CPU. `none` if the whole block is frozen."""
+    """Which processor runs the block's optimizer sweep. The GPU sweeps blocks in HBM, and may sweep
+    blocks in host memory, whose states then pass through HBM in pieces. `none` if the whole block
+    is frozen."""
 
     kept: int = 0
     """Number of micro-batches of each round, the first ones, for which everything that the layer's
@@ -115,6 +121,11 @@ class BlockPlacement:
         """Home of the weights that are fetched; of a resident block, that of its weights."""
         return self._homes.get(Role.FROZEN, self._homes.get(Role.WEIGHT))
 
+    @property
+    def streams_states(self) -> bool:
+        """Whether the GPU sweeps the block, and its states are in host memory."""
+        return self.sweep == "gpu" and not self.all_on(Role.GRADIENT, Tier.HBM)
+
     def all_on(self, role: Role, tier: Tier) -> bool:
         """Return whether the block has the role and stores all of it in the tier."""
         return role in self._tiers and self._tiers[role] <= {tier}
@@ -145,6 +156,10 @@ class Placement:
     piece_elements: int = 1 << 26
     """Number of parameters per piece of an optimizer sweep over states on NVMe."""
 
+    gpu_piece_elements: int = GPU_PIECE
+    """Number of parameters per piece of an optimizer sweep on the GPU over states in host memory.
+    As many pieces are in HBM at the same time as `pieces_staged` says."""
+
     staging_node: int | None = None
     """The DRAM node of the host buffers between NVMe and the rest, as chosen by
     `staging.choose_staging_node`. Absent in plans of earlier versions: see `host_node`."""
@@ -157,7 +172,8 @@ class Placement:
     """The blocks, in the order of forward."""
 
     def __post_init__(self) -> None:
-        for name in ("rounds", "slots", "ahead", "pieces_staged", "piece_elements"):
+        positive = ("rounds", "slots", "ahead", "pieces_staged", "piece_elements")
+        for name in (*positive, "gpu_piece_elements"):
             if getattr(self, name) < 1:
                 raise PlanError(name, f"must be 1 or more, got {getattr(self, name)}")
         if self.slots <= self.ahead:

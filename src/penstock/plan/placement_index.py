@@ -53,7 +53,10 @@ class PlacementIndex:
         """Build the index of a model's placement."""
         owned = inventory.weight_owners
         step, blocks = placement.piece_elements, placement.blocks
-        pieces = tuple(len(b.pieces(step)) for b in inventory.blocks)
+        pieces = tuple(
+            len(b.pieces(placement.gpu_piece_elements if at.streams_states else step))
+            for b, at in zip(inventory.blocks, blocks, strict=True)
+        )
         frozen = tuple(len(b.pieces(step, trainable=False)) for b in inventory.blocks)
         weight, hbm = Role.WEIGHT, Tier.HBM
         return cls(
@@ -121,6 +124,10 @@ class PlacementIndex:
     def gradient_leaves(self, block: int) -> bool:
         """Return whether the block's gradient is stored outside HBM."""
         return self._gradient_leaves[block]
+
+    def streams_states(self, block: int) -> bool:
+        """Return whether the block's states pass through HBM to be swept there."""
+        return self._at(block).streams_states
 
     def staged_roles(self, block: int) -> tuple[Role, ...]:
         """Return the roles that a CPU sweep must read from NVMe into host staging."""

@@ -37,7 +37,7 @@ from penstock.plan.staging import choose_staging_node
 from penstock.plan.working_memory import WorkingMemory
 from penstock.plan.workload import Workload
 from penstock.records import Bytes
-from penstock.roles import EXTENT, STATE, TRAINED, Role
+from penstock.roles import EXTENT, STATE, SWEEP_LEAF, TRAINED, Role
 from penstock.tiers import Tier
 from penstock.units import format_bytes
 
@@ -254,6 +254,7 @@ class Plan:
         inventory = self.workload.stored(inventory)
         for number in range(len(blocks)):
             self._check_homes(inventory, number)
+            self._check_sweep(inventory.blocks[number], number)
             self._check_kept(inventory, number)
 
     def _check_homes(self, inventory: Inventory, number: int) -> None:
@@ -287,6 +288,34 @@ class Plan:
                     where,
                     f"has {home.nbytes} B for {home.role}, but {spec.name} needs {needed} B",
                 )
+
+    def _check_sweep(self, spec: Block, number: int) -> None:
+        """Raise PlanError if the GPU cannot sweep a block that the plan lets it sweep."""
+        placed, where = self.placement.blocks[number], f"placement.blocks[{number}].sweep"
+        if not placed.streams_states:
+            return
+        trained = [home for home in placed.homes if home.role in TRAINED]
+        if any(home.on(Tier.HBM) or home.on(Tier.NVME) for home in trained):
+            raise PlanError(
+                where,
+                f"is gpu, so all that is trained of {spec.name} must be in HBM, or all of it in "
+                f"dram and cxl",
+            )
+        if spec.second is not None:
+            raise PlanError(
+                where,
+                f"is gpu, but {self.workload.optimizer} updates whole tensors: it must be cpu for "
+                f"{spec.name}, which is not in HBM",
+            )
+        if self.workload.world > 1:
+            raise PlanError(
+                where, f"is gpu, and {spec.name} is in host memory, which needs a single rank"
+            )
+        if self.placement.gpu_piece_elements < SWEEP_LEAF:
+            raise PlanError(
+                "placement.gpu_piece_elements",
+                f"must be {SWEEP_LEAF} or more, got {self.placement.gpu_piece_elements}",
+            )
 
     def _check_kept(self, inventory: Inventory, number: int) -> None:
         """Raise PlanError if a block cannot keep what its forward pass saves."""

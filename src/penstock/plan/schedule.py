@@ -105,7 +105,9 @@ class Operation(NamedTuple):
     tensors are numbered first, then those of frozen weights."""
 
     gpu: bool = False
-    """Whether this is a sweep that runs on the GPU, over states stored in HBM."""
+    """Whether this is part of an optimizer sweep on the GPU. Without a piece, it is the sweep of a
+    block that is stored in HBM. With one, the block is stored in host memory, and the piece is
+    fetched, swept, offloaded and dropped."""
 
     after: tuple[int, ...] = ()
     """Operations that must have ended before this one starts."""
@@ -120,6 +122,10 @@ class Operation(NamedTuple):
         # Activations are called "inputs" and offloads "drain" here, because recorded timelines
         # contain the names of lanes.
         match self.verb:
+            case Verb.FETCH | Verb.OFFLOAD if self.gpu:
+                # Lanes of their own, so that states never wait behind the weights of a block that
+                # the CPU has not swept yet.
+                return "fetch states" if self.verb is Verb.FETCH else "drain states"
             case Verb.FETCH:
                 return "fetch inputs" if Role.ACTIVATION in self.roles else "fetch"
             case Verb.OFFLOAD:
@@ -133,6 +139,8 @@ class Operation(NamedTuple):
                 return "ranks"
             case Verb.SWEEP if not self.gpu:
                 return "sweep"
+            case Verb.SWEEP if self.piece is not None:
+                return "gpu sweep"
             case _:
                 return "compute"
 

@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 
 from penstock.model.inventory import Inventory
 from penstock.plan.buffers import deal_micro_batches
-from penstock.plan.lifetimes import piece_span
+from penstock.plan.lifetimes import operation_span, piece_span
 from penstock.plan.placement import Placement, Share
 from penstock.plan.schedule import Operation, Schedule, Verb
 from penstock.plan.workload import Workload
@@ -85,6 +85,8 @@ class Traffic:
         sweep are its reads and writes of memory.
         """
         match operation.verb:
+            case Verb.FETCH | Verb.OFFLOAD if operation.gpu:
+                transfers = self._state_transfers(operation)
             case Verb.FETCH | Verb.OFFLOAD:
                 transfers = self._copy_transfers(operation, shapes)
             case Verb.READ | Verb.WRITE:
@@ -117,6 +119,22 @@ class Traffic:
             yield from self._node_transfers([(None, nbytes)])
         else:
             yield from self._node_transfers(_without_padding(shares, nbytes))
+
+    def _state_transfers(self, operation: Operation) -> Iterator[LinkTransfer]:
+        """Yield the transfers of a piece that the GPU sweeps and that is stored in host memory."""
+        block = self.inventory.blocks[operation.block]
+        start, stop, _ = operation_span(block, operation, self.placement)
+        touched: list[tuple[int | None, int]] = []
+        total = 0
+        for role in operation.roles:
+            nbytes = self.formats.nbytes(role, block.role_elements(role, start, stop))
+            shares = self._shares(operation.block, role)
+            whole = max(1, sum(share.nbytes for share in shares))
+            touched += [(share.node, nbytes * share.nbytes // whole) for share in shares]
+            total += nbytes if shares else 0
+        fetches = operation.verb is Verb.FETCH
+        yield LinkTransfer("h2d" if fetches else "d2h", total, *(_H2D if fetches else _D2H))
+        yield from self._node_transfers(touched)
 
     def _copied_nbytes(self, operation: Operation, shapes: Sequence[MicroBatchShape]) -> list[int]:
         """Return the bytes of each part; on disk, each part is one extent."""
@@ -242,9 +260,9 @@ class Traffic:
         block = self.inventory.blocks[operation.block]
         trained, split = block.shard_elements(True), self.placement.blocks[operation.block].is_split
         whole = trained if split else trained + block.shard_elements(False)
-        sweeps = operation.verb is Verb.SWEEP
+        sweeps = operation.verb is Verb.SWEEP or operation.gpu
         shares_of = self._shares if sweeps else self._moved_shares
-        for role in TRAINED if sweeps else operation.roles:
+        for role in TRAINED if operation.verb is Verb.SWEEP else operation.roles:
             # A sweep touches the trainable part of the weights only, and of those that are whole in
             # HBM only the rank's shard.
             scale = trained / whole if sweeps and role is Role.WEIGHT else 1.0
@@ -262,7 +280,7 @@ class Traffic:
         if operation.piece is None:
             return 1.0
         block = self.inventory.blocks[operation.block]
-        start, stop, trained = piece_span(block, operation.piece, self.placement)
+        start, stop, trained = operation_span(block, operation, self.placement)
         if operation.roles == (Role.WEIGHT,):  # the stored weights include frozen tensors
             return (stop - start) / self._streamed_elements(operation.block)
         assert trained

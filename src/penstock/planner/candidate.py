@@ -100,11 +100,16 @@ class Candidate:
     """See `BlockPlacement.kept`, for each block; empty if nothing is kept. The activation of a
     block that keeps something is in HBM, wherever its locations say."""
 
+    gpu_swept: frozenset[int] = frozenset()
+    """Blocks in host memory whose states pass through HBM, where the GPU sweeps them."""
+
     # Candidates are keys of several caches, and the locations of a large model take long to hash.
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        value = hash((self.locations, self.rounds, self.slots, self.ahead, self.kept))
+        value = hash(
+            (self.locations, self.rounds, self.slots, self.ahead, self.kept, self.gpu_swept)
+        )
         object.__setattr__(self, "_hash", value)
 
     def __hash__(self) -> int:

@@ -28,9 +28,11 @@ from penstock.plan.buffers import (
     plan_pools,
     role_nbytes,
     saved_nbytes,
+    states_nbytes,
 )
 from penstock.plan.build_schedule import step_schedule
 from penstock.plan.placement import (
+    GPU_PIECE,
     BlockPlacement,
     Home,
     Placement,
@@ -48,7 +50,7 @@ from penstock.planner.candidate import GROUPS, BlockLocations, Candidate, Locati
 from penstock.planner.cost import Cost, Rates, StepTimer, estimate
 from penstock.planner.drives import DriveWeights, capacity_of
 from penstock.planner.staging_pieces import MOST, coarse_piece_elements
-from penstock.roles import STATE, Formats, Role
+from penstock.roles import STATE, TRAINED, Formats, Role
 from penstock.tiers import Tier
 
 WEAR = 1e-11
@@ -106,6 +108,9 @@ class PlanEvaluator:
     piece_elements: int = MOST
     """See `Placement.piece_elements`."""
 
+    gpu_piece_elements: int = GPU_PIECE
+    """See `Placement.gpu_piece_elements`."""
+
     source: WorkingMemorySource = estimate_working_memory
     """Says how much working memory the model needs."""
 
@@ -133,8 +138,9 @@ class PlanEvaluator:
     _sizer: QuickSizer = field(init=False)
     _timer: StepTimer = field(init=False)
     _coarse_elements: int = field(init=False)
+    _coarse_states: int = field(init=False)
     _capacities: dict[Tier, int] = field(init=False)
-    _blocks: dict[tuple[int, BlockLocations, int, int], BlockPlacement] = field(
+    _blocks: dict[tuple[int, BlockLocations, int, int, bool], BlockPlacement] = field(
         init=False, default_factory=dict
     )
     _block_nbytes: dict[tuple[int, BlockLocations, int], Mapping[Tier, int]] = field(
@@ -161,8 +167,11 @@ class PlanEvaluator:
         args = (self.inventory, self.workload)
         self.memory = self.source(*args)
         self._sizer = QuickSizer(*args, self.memory, self.context_nbytes, self.placement)
-        self._timer = StepTimer(*args, self.rates, self.piece_elements, self.ranks)
+        self._timer = StepTimer(
+            *args, self.rates, self.piece_elements, self.gpu_piece_elements, self.ranks
+        )
         self._coarse_elements = coarse_piece_elements(self.inventory, self.piece_elements)
+        self._coarse_states = coarse_piece_elements(self.inventory, self.gpu_piece_elements)
 
     @property
     def ranks(self) -> Ranks:
@@ -374,11 +383,18 @@ class PlanEvaluator:
 
     def placement_seconds(self, placement: Placement) -> float:
         """Return the step time of any placement, estimated as `seconds` does it."""
-        coarse = replace(placement, piece_elements=self._coarse_elements)
+        coarse = self._coarse(placement)
         return self._timer.seconds(coarse, step_schedule(self.inventory, coarse))
 
     def _coarse_placement(self, candidate: Candidate) -> Placement:
-        return replace(self.placement(candidate), piece_elements=self._coarse_elements)
+        return self._coarse(self.placement(candidate))
+
+    def _coarse(self, placement: Placement) -> Placement:
+        return replace(
+            placement,
+            piece_elements=self._coarse_elements,
+            gpu_piece_elements=self._coarse_states,
+        )
 
     def score(self, candidate: Candidate) -> float:
         """Return the step time plus a little for what is stored on NVMe; lower is better.
@@ -419,6 +435,7 @@ class PlanEvaluator:
             slots=candidate.slots,
             ahead=candidate.ahead,
             piece_elements=self.piece_elements,
+            gpu_piece_elements=self.gpu_piece_elements,
             staging_node=self.rates.staging_node,
             transport=self.transport,
             blocks=self._block_placements(candidate),
@@ -427,17 +444,19 @@ class PlanEvaluator:
     def _block_placements(self, candidate: Candidate) -> tuple[BlockPlacement, ...]:
         rounds = candidate.rounds
         return tuple(
-            self._block(i, each, rounds, candidate.kept_of(i))
+            self._block(i, each, rounds, candidate.kept_of(i), i in candidate.gpu_swept)
             for i, each in enumerate(candidate.placed)
         )
 
     def _block(
-        self, index: int, locations: BlockLocations, rounds: int, kept: int = 0
+        self, index: int, locations: BlockLocations, rounds: int, kept: int = 0, gpu: bool = False
     ) -> BlockPlacement:
-        key = (index, locations, rounds, kept)
+        key = (index, locations, rounds, kept, gpu)
         if key not in self._blocks:
             block = self._make_block(index, locations, rounds)
-            self._blocks[key] = replace(block, kept=kept) if kept else block
+            side: SweepSide = "gpu" if gpu else block.sweep
+            changed = kept or side != block.sweep
+            self._blocks[key] = replace(block, kept=kept, sweep=side) if changed else block
         return self._blocks[key]
 
     def _make_block(self, index: int, locations: BlockLocations, rounds: int) -> BlockPlacement:
@@ -570,7 +589,8 @@ class QuickSizer:
         key = HbmKey(resident, split, candidate.rounds, candidate.slots, candidate.ahead)
         if key not in self.hbm_cache:
             locations = tuple(map(_in_hbm_or_dram, candidate.locations))
-            placement = self.placement(replace(candidate, locations=locations, kept=()))
+            others = replace(candidate, locations=locations, kept=(), gpu_swept=frozenset())
+            placement = self.placement(others)
             pools = plan_pools(
                 self.inventory,
                 self.workload,
@@ -580,7 +600,20 @@ class QuickSizer:
                 context_nbytes=self.context_nbytes,
             )
             self.hbm_cache[key] = sum(pool.nbytes for pool in pools if pool.tier is Tier.HBM)
-        return self.hbm_cache[key] + self._kept_nbytes(candidate)
+        return self.hbm_cache[key] + self._kept_nbytes(candidate) + self._states_nbytes(candidate)
+
+    def _states_nbytes(self, candidate: Candidate) -> int:
+        """Return the bytes of pieces in HBM that the GPU sweeps there."""
+        if not candidate.gpu_swept:
+            return 0
+        placement, formats = self.placement(candidate), self.workload.formats(candidate.rounds)
+        pieces = [
+            _piece_nbytes(self.inventory.blocks[i], formats, TRAINED, piece)
+            for i in candidate.gpu_swept
+            for piece in self.inventory.blocks[i].pieces(placement.gpu_piece_elements)
+        ]
+        packed = min(len(pieces), placement.pieces_staged) * max(pieces)
+        return states_nbytes(packed, on_gpu=self.context_nbytes > 0)
 
     def _kept_nbytes(self, candidate: Candidate) -> int:
         """Return the bytes of saved tensors, and of the streamed weights that they refer to."""

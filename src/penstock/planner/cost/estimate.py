@@ -145,6 +145,9 @@ class StepTimer:
     issued: int = 0
     """See `JobBuilder.issued`."""
 
+    issued_states: int = 0
+    """See `JobBuilder.issued_states`."""
+
     ranks: Ranks = ALONE
     """The ranks, and what they share."""
 
@@ -195,7 +198,8 @@ class StepTimer:
         last_layer = len(placement.blocks) - 2
         for block, at in enumerate(placement.blocks):
             # The last layer's activation may overlap the loss: see `_required_work`.
-            key = (kinds[block], block == last_layer, rounds, at.kept, *map(id, at.homes))
+            gpu = at.sweep == "gpu"
+            key = (kinds[block], block == last_layer, rounds, at.kept, gpu, *map(id, at.homes))
             alike.setdefault(key, []).append(block)
         for key, blocks in alike.items():
             work = self._required.get(key)
@@ -215,7 +219,10 @@ class StepTimer:
 
     def _builder(self, placement: Placement) -> JobBuilder:
         parts = (self.inventory, self.workload, placement, self.rates, self.ranks)
-        return JobBuilder(*parts, issued=self.issued, known=self._demands, kinds=self._home_kinds)
+        return JobBuilder(
+            *parts, issued=self.issued, issued_states=self.issued_states,
+            known=self._demands, kinds=self._home_kinds,
+        )  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -281,10 +288,14 @@ def _required_work(builder: JobBuilder, block: int) -> _RequiredWork:
     write: list[Operation] = []
     again: list[Operation] = []
     staged = tuple(role for role in TRAINED if at.touches(role, Tier.NVME))
-    back = tuple(role for role in (Role.WEIGHT, *STATE) if role in staged)
+    swept = (Role.WEIGHT, *STATE)
+    back = tuple(role for role in swept if role in staged)
     if at.sweep != "none":
         # A block is swept before its forward, or before the loss if it is the head.
         before.append(Operation(Verb.SWEEP, block, TRAINED, "forward", gpu=at.sweep == "gpu"))
+        if at.streams_states:
+            before.append(Operation(Verb.FETCH, block, TRAINED, "forward", gpu=True))
+            before.append(Operation(Verb.OFFLOAD, block, swept, "forward", gpu=True))
         before.append(Operation(Verb.READ, block, staged, "forward"))
         write.append(Operation(Verb.WRITE, block, back, "forward"))
     if at.home(Role.WEIGHT):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from penstock.model.inventory import Inventory
 from penstock.plan.buffers import micro_batches_by_round
-from penstock.plan.lifetimes import piece_span
+from penstock.plan.lifetimes import operation_span
 from penstock.plan.placement import Placement
 from penstock.plan.schedule import COLLECTIVE, COMPUTE, Operation, Schedule, Verb
 from penstock.plan.seats import ALONE, Ranks
@@ -48,9 +48,14 @@ class _BufferWaits:
         self.released: tuple[int, ...] = ()
         self.weight_dropped: tuple[int, ...] = ()
         self.gradient_dropped: tuple[int, ...] = ()
+        self.states_dropped: tuple[int, ...] = ()
 
-    def waits(self, at: int, verb: Verb, roles: tuple[Role, ...]) -> tuple[int, ...]:
+    def waits(self, at: int, verb: Verb, roles: tuple[Role, ...], gpu: bool) -> tuple[int, ...]:
         """Return what an operation waits for. Call this once for each operation, in order."""
+        if gpu:
+            if verb is Verb.DROP:
+                self.states_dropped = (at,)
+            return self.states_dropped if verb is Verb.FETCH else ()
         if verb is Verb.RELEASE:
             self.released = (at,)
         elif verb is Verb.READ:
@@ -91,6 +96,9 @@ class JobBuilder:
     """Number of elements per piece that the engine issues, if the placement's pieces stand for
     several of those; 0 if they do not."""
 
+    issued_states: int = 0
+    """The same for pieces of states that the GPU sweeps."""
+
     known: DemandCache = field(default_factory=dict)
     """Demands computed before. May be shared with other placements of the same model and workload,
     as long as their homes are alive: homes are compared by identity, because equal homes are mostly
@@ -123,11 +131,11 @@ class JobBuilder:
             demands = known.get(key)
             if demands is None:
                 demands = known[key] = self._demands(operation)
-            kind = (verb, roles, gpu)
+            kind = (verb, roles, gpu, piece is None)
             lane = lanes.get(kind)
             if lane is None:
                 lane = lanes[kind] = operation.lane
-            jobs.append(Job(lane, demands, after + buffers.waits(at, verb, roles)))
+            jobs.append(Job(lane, demands, after + buffers.waits(at, verb, roles, gpu)))
         return jobs
 
     def _demands(self, operation: Operation) -> dict[str, float]:
@@ -176,10 +184,11 @@ class JobBuilder:
 
     def _piece_lengths(self) -> list[list[int]]:
         """Return, for each block, the number of elements of each piece."""
-        step = self.placement.piece_elements
+        step, gpu_step = self.placement.piece_elements, self.placement.gpu_piece_elements
+        steps = [gpu_step if at.streams_states else step for at in self.placement.blocks]
         return [
-            [stop - start for t in (True, False) for start, stop in block.pieces(step, trainable=t)]
-            for block in self.inventory.blocks
+            [stop - start for t in (True, False) for start, stop in block.pieces(each, trainable=t)]
+            for block, each in zip(self.inventory.blocks, steps, strict=True)
         ]
 
     def _move_demands(self, operation: Operation) -> dict[str, float]:
@@ -189,11 +198,12 @@ class JobBuilder:
 
     def _issues(self, operation: Operation) -> int:
         """Return how many pieces the engine issues for this operation."""
-        if operation.piece is None or not self.issued:
+        issued = self.issued_states if operation.gpu else self.issued
+        if operation.piece is None or not issued:
             return 1
         block = self.inventory.blocks[operation.block]
-        start, stop, _ = piece_span(block, operation.piece, self.placement)
-        return -(-(stop - start) // self.issued)
+        start, stop, _ = operation_span(block, operation, self.placement)
+        return -(-(stop - start) // issued)
 
     def _traffic_demands(self, operation: Operation) -> dict[str, float]:
         if operation.verb in (Verb.DROP, Verb.RELEASE):
@@ -207,8 +217,8 @@ class JobBuilder:
         traffic = Traffic.of(self.inventory, self.workload, self.placement)
         if operation.verb is Verb.SWEEP and traffic.updates_whole(operation.block):
             return self._update_demands(operation, traffic)
-        in_hbm = self.placement.blocks[operation.block].sweep == "gpu"
-        if operation.verb is Verb.SWEEP and in_hbm:
+        on_gpu = self.placement.blocks[operation.block].sweep == "gpu"
+        if operation.verb is Verb.SWEEP and on_gpu:
             return {"gpu": traffic.gpu_sweep_nbytes(operation) / self.rates.hbm}
         demands = Demands(self.rates, self.ranks)
         for role, share, nbytes in traffic.stored_parts(operation):
@@ -241,7 +251,7 @@ class JobBuilder:
         if self.workload.optimizer == "muon":
             start, stop = 0, block.shard_elements(True)
             if operation.piece is not None:
-                start, stop, _ = piece_span(block, operation.piece, self.placement)
+                start, stop, _ = operation_span(block, operation, self.placement)
             flops = muon_operations(block, start, stop)
             demands.seconds["gpu"] += flops / self.rates.block_flops
         return demands.total()

@@ -11,8 +11,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from penstock.model.inventory import Inventory
 from penstock.plan.activation_overlay import overlaid_activations
-from penstock.plan.buffers import BufferPool
-from penstock.plan.lifetimes import gradient_lifetimes, staging_lifetimes, weight_lifetimes
+from penstock.plan.buffers import STATES, BufferPool
+from penstock.plan.lifetimes import (
+    gradient_lifetimes,
+    staging_lifetimes,
+    state_lifetimes,
+    weight_lifetimes,
+)
 from penstock.plan.placement import Placement
 from penstock.plan.schedule import Operation, Schedule, Verb
 from penstock.plan.workload import Workload
@@ -22,7 +27,7 @@ from penstock.tiers import Tier
 PHASES = ("sweep", "forward", "backward")
 """The phases. Optimizer sweeps run during forward, so that time counts for both phases."""
 
-TEMPORARY = ("weight slots", "gradient buffers", "NVMe staging")
+TEMPORARY = ("weight slots", "gradient buffers", STATES, "NVMe staging")
 """Pools whose buffers are in use only part of the time."""
 
 _Use = tuple[Tier, int, int, int]
@@ -41,6 +46,7 @@ def phase_peaks(
     temporary = [
         *((Tier.HBM, item) for item in weight_lifetimes(schedule, placement)),
         *((Tier.HBM, item) for item in gradient_lifetimes(inventory, schedule, placement, formats)),
+        *((Tier.HBM, item) for item in state_lifetimes(inventory, schedule, placement, formats)),
         *((Tier.DRAM, item) for item in staging_lifetimes(inventory, schedule, placement, formats)),
     ]
     uses: list[_Use] = [(tier, item.nbytes, item.start, item.end) for tier, item in temporary]
