@@ -28,6 +28,9 @@ def parse_bytes(text: str | int) -> int:
     GiB is always 2**30 and GB is always 10**9. Raises a ValueError that quotes the text.
     """
     if isinstance(text, int) and not isinstance(text, bool):
+        if text > LARGEST_SIZE:
+            shown = f"a number of {text.bit_length()} bits"  # Python may refuse to print it
+            raise ValueError(f"{shown} is more than any memory or drive has, 1024 EiB")
         return text
     match = _SIZE.fullmatch(text) if isinstance(text, str) else None
     scale = _SCALES.get(match[2].lower()) if match else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -35,11 +36,20 @@ from tests.support.machines import machine
         ({"hbm": "-3GiB"}, "^hbm: must be 0 or more, got -3GiB"),
         ({"nvme": ("/mnt/nvme:1GiB", "/mnt/nvme:2GiB")}, "^nvme: names a path twice"),
         ({"nvme": ("/mnt/nvme:huge",)}, "^nvme: must be PATH or PATH:SIZE"),
+        ({"cxl": -1}, "^cxl: must be 0 or more, got -1"),
+        ({"cxl": 10**30}, "^cxl: a number of 100 bits is more than any memory or drive has"),
+        ({"dram": 1.5}, "^dram: 1.5 is not a size"),
+        ({"hbm": None}, "^hbm: None is not a size"),
     ],
 )
-def test_an_invalid_size_names_the_tier(given: dict[str, str], message: str) -> None:
+def test_an_invalid_size_names_the_tier(given: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        parse_budget(machine(), **given)  # type: ignore[arg-type]
+        parse_budget(machine(), **given)
+
+
+def test_a_budget_may_be_a_number_of_bytes() -> None:
+    budget = parse_budget(machine(), hbm=3 * GiB, dram=5000, cxl=0)
+    assert (budget.hbm, budget.dram, budget.cxl) == (3 * GiB, 5000, 0)
 
 
 def test_auto_is_the_free_memory_less_a_reserve_and_the_process() -> None:

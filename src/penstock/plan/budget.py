@@ -104,10 +104,10 @@ class Budget:
 
 
 def parse_budget(
-    machine: Machine, *, hbm: str = "auto", dram: str = "auto", cxl: str = "auto",
-    nvme: tuple[str, ...] = (), ranks: int = 1,
+    machine: Machine, *, hbm: str | int = "auto", dram: str | int = "auto",
+    cxl: str | int = "auto", nvme: tuple[str, ...] = (), ranks: int = 1,
 ) -> Budget:  # fmt: skip
-    """Parse budgets such as `40GiB`, `auto` or, for NVMe, `/mnt/nvme:400GiB`.
+    """Parse budgets such as `40GiB`, `auto`, 4096 or, for NVMe, `/mnt/nvme:400GiB`.
 
     The HBM budget is for each of the `ranks` on the machine, and the others are for all of them. On
     a machine without a GPU, the HBM budget is a part of DRAM, so an `auto` DRAM budget does not
@@ -129,7 +129,11 @@ def parse_budget(
 
 
 def check_budget_texts(
-    *, hbm: str = "auto", dram: str = "auto", cxl: str = "auto", nvme: tuple[str, ...] = ()
+    *,
+    hbm: str | int = "auto",
+    dram: str | int = "auto",
+    cxl: str | int = "auto",
+    nvme: tuple[str, ...] = (),
 ) -> None:
     """Check the spelling of budgets, for which no machine is needed. Raises PlanError."""
     for name, text in (("hbm", hbm), ("dram", dram), ("cxl", cxl)):
@@ -395,19 +399,23 @@ def _parse_path_budget(machine: Machine, text: str) -> PathBudget:
     return PathBudget(path=path, nbytes=_parse_size("nvme", size, free))
 
 
-def _parse_size(name: str, text: str, auto: int | None) -> int:
-    if text.strip().lower() == "auto":
+def _parse_size(name: str, size: str | int, auto: int | None) -> int:
+    """Return the bytes of a size such as `16GiB`, `auto` or 4096. Raises PlanError."""
+    text = size.strip().lower() if isinstance(size, str) else ""
+    if text == "auto":
         if auto is None:
             raise PlanError(
                 name, "cannot be auto: the machine file does not state how much is free"
             )
         return auto
-    if text.strip().startswith("-"):
-        raise PlanError(name, f"must be 0 or more, got {text}")
+    if text.startswith("-"):
+        raise PlanError(name, f"must be 0 or more, got {size}")
     try:
-        return parse_memory(text)
+        nbytes = parse_memory(size)
     except ValueError as wrong:
         raise PlanError(name, str(wrong)) from None
+    _check_not_negative(name, nbytes)
+    return nbytes
 
 
 def _check_not_negative(name: str, nbytes: int) -> None:
