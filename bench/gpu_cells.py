@@ -13,6 +13,7 @@ from typing import Any
 
 from bench.shapes import TINY, config_of
 from penstock.engine.plan_choice import workload_for
+from penstock.machine.machine import Figure, Machine, MemoryRate
 from penstock.machine.presets import preset
 from penstock.model.inventory import Inventory
 from penstock.planner import PlanResult, make_plan
@@ -168,17 +169,18 @@ def survey_model(cell: Cell) -> Inventory:
 
 
 def plan_cell(
-    cell: Cell, scratch: Path, *, compiled: bool = True, traced: bool = False
+    cell: Cell, scratch: Path, *, compiled: bool = True, traced: bool = False, shared: float = 0.0
 ) -> PlanResult:
     """Plan a cell for the machine of the table. Needs no GPU.
 
     With `traced`, working memory is that of the model's own code, and the plan may keep layers.
+    `shared` replaces the rate of a sweep and copies together, in bytes per second.
     """
     from penstock.engine.memory_source import working_memory_source
     from penstock.plan.budget import parse_budget, with_paths
 
     given = cell.budget(scratch)
-    machine = preset(MACHINE)
+    machine = with_shared_rate(preset(MACHINE), shared) if shared else preset(MACHINE)
     budget = parse_budget(machine, hbm=given["hbm"], dram=given["dram"], nvme=tuple(given["nvme"]))
     machine, _ = with_paths(machine, budget)
     inventory = survey_model(cell)
@@ -186,3 +188,11 @@ def plan_cell(
     config = config_of(cell.shape, cell.context) if traced else None
     source = working_memory_source(config, machine)
     return make_plan(inventory, workload, budget, machine, source=source)
+
+
+def with_shared_rate(machine: Machine, rate: float) -> Machine:
+    """Return a machine on which a sweep and copies together reach a rate."""
+    node = machine.nodes[0]
+    rates = [each for each in node.rates if each.operation != "shared"]
+    rates.append(MemoryRate(operation="shared", bytes_per_second=Figure.from_number(rate)))
+    return replace(machine, nodes=(replace(node, rates=tuple(rates)), *machine.nodes[1:]))

@@ -67,8 +67,8 @@ def test_json_has_stable_keys(penstock: Callable[..., Result]) -> None:
     found = json.loads(done.stdout)
 
     assert list(found) == ["feasible", "tiers", "step_seconds", "tokens_per_second", "bound_by",
-                           "bytes_per_parameter", "phases", "working_memory", "recompute", "host",
-                           "ranks", "not_trainable"]  # fmt: skip
+                           "bytes_per_parameter", "phases", "working_memory", "recompute", "sweep",
+                           "host", "ranks", "not_trainable"]  # fmt: skip
     assert list(found["tiers"]) == ["hbm", "dram", "cxl", "nvme"]
     assert all(list(tier) == ["budget", "at_rest", "peak"] for tier in found["tiers"].values())
     assert found["feasible"] is True

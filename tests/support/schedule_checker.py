@@ -86,7 +86,6 @@ def cases(draw: st.DrawFn) -> tuple[PlanEvaluator, Candidate]:
     )
     ahead = draw(st.integers(1, 3))
     locations = tuple(draw(locations_of(block)) for block in evaluator.inventory.blocks)
-    one_rank = evaluator.inventory.shards == 1
     candidate = Candidate(
         locations,
         rounds=draw(st.integers(1, 3)),

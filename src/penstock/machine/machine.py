@@ -39,7 +39,7 @@ __all__ = [
     "Transfer",
 ]
 
-MemoryOperation = Literal["read", "write", "copy", "sweep"]
+MemoryOperation = Literal["read", "write", "copy", "sweep", "shared"]
 SweepMoments = Literal["fp32", "bf16", "int8"]
 NodeKind = Literal["dram", "cxl"]
 Direction = Literal["h2d", "d2h", "both"]
@@ -86,7 +86,8 @@ class MemoryRate:
     operation: MemoryOperation
     """Operation measured. `copy` counts its bytes once, although each byte is read and written.
     `sweep` is the optimizer's pass over weights, moments and gradients, and counts every byte that
-    is read or written."""
+    is read or written. `shared` is such a pass while a GPU copies in both directions, and counts
+    the bytes of both."""
 
     threads: int = 1
     """Number of concurrent threads, on the CPUs nearest to the node."""

@@ -153,6 +153,9 @@ class PlanEvaluator:
     _group_sizes: dict[tuple[int, str, int], int] = field(init=False, default_factory=dict)
     _equal_homes: dict[tuple[int, Role, Location], Home] = field(init=False, default_factory=dict)
     _stripe_weights: StripeWeights = field(init=False)
+    _sweep_seconds: dict[tuple[int, BlockLocations, int], tuple[float, float]] = field(
+        init=False, default_factory=dict
+    )
 
     def __post_init__(self) -> None:
         self.inventory = self.workload.stored(self.inventory)
@@ -412,6 +415,18 @@ class PlanEvaluator:
     def compute_seconds(self, candidate: Candidate) -> float:
         """Return how long the GPU computes. No plan with as many rounds is faster."""
         return self._timer.compute_seconds(self.placement(candidate))
+
+    def sweep_seconds(self, candidate: Candidate, block: int) -> tuple[float, float]:
+        """Return how long a sweep of a block takes on the CPU and on the GPU, if alone.
+
+        The block is in host memory.
+        """
+        locations = candidate.placed[block]
+        key = (self.inventory.kinds[block], locations, candidate.rounds)
+        if key not in self._sweep_seconds:
+            placement = self.placement(replace(candidate, gpu_swept=frozenset()))
+            self._sweep_seconds[key] = self._timer.sweep_seconds(placement, block)
+        return self._sweep_seconds[key]
 
     def cost(self, candidate: Candidate) -> Cost:
         """Return the full cost estimate, with pieces of the planned size."""

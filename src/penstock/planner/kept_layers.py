@@ -44,7 +44,7 @@ def keep_layers(evaluator: PlanEvaluator, candidate: Candidate, *, exact: bool) 
     """
     if not may_keep(evaluator):
         return candidate
-    resident = _resident(candidate)
+    resident = resident_blocks(candidate)
     counts = sorted({round(share * len(resident)) for share in SHARES})
     best, out = candidate, 0
     tried: set[int] = set()
@@ -65,7 +65,7 @@ def _nearby(number: int, most: int) -> list[int]:
     return [each for each in changed if 0 <= each <= most]
 
 
-def _resident(candidate: Candidate) -> list[int]:
+def resident_blocks(candidate: Candidate) -> list[int]:
     """Return the resident blocks, those first that the step would wait for least.
 
     Sweeps of the first layers come first in a step. The embedding and the head are large.
@@ -79,7 +79,7 @@ def _variants(
     evaluator: PlanEvaluator, candidate: Candidate, out: list[int]
 ) -> Iterator[Candidate]:
     """Yield candidates with some blocks out of HBM, and with all layers kept that then fit."""
-    moved = candidate.moved({i: _in_dram(evaluator, candidate, i) for i in out})
+    moved = move_out(evaluator, candidate, out)
     streamed = moved.moved(
         {
             i: each._replace(activation=Location.DRAM)
@@ -93,6 +93,11 @@ def _variants(
         if kept.kept and kept not in seen:
             seen.add(kept)
             yield kept
+
+
+def move_out(evaluator: PlanEvaluator, candidate: Candidate, blocks: list[int]) -> Candidate:
+    """Return the candidate with some resident blocks in DRAM."""
+    return candidate.moved({i: _in_dram(evaluator, candidate, i) for i in blocks})
 
 
 def _in_dram(evaluator: PlanEvaluator, candidate: Candidate, block: int) -> BlockLocations:

@@ -42,9 +42,15 @@ LANE_NAMES = {
     "drain inputs": "activations from GPU",
     "ranks": "GPU to GPU",
     "sweep": "CPU optimizer sweep",
+    "gpu sweep": "GPU optimizer sweep",
+    "fetch states": "states to GPU",
+    "drain states": "states from GPU",
     "read": "NVMe reads",
     "write": "NVMe writes",
 }
+
+STATE_LANES = ("fetch states", "gpu sweep", "drain states")
+"""Lanes of sweeps on the GPU over states in host memory."""
 
 LANE_WIDTH = max(map(len, LANE_NAMES.values())) + len("  ") + len("  100%")
 """Characters of a line of the timeline next to the bar."""
@@ -82,6 +88,7 @@ def plan_json(result: PlanResult) -> dict[str, Any]:
             },
         },
         "recompute": _recompute_json(plan),
+        "sweep": sweep_json(result),
         "host": {"process": plan.process_memory, "peak": plan.host_nbytes},
         "ranks": _ranks_json(plan),
         "not_trainable": plan.note or None,
@@ -97,6 +104,37 @@ def _recompute_json(plan: Plan) -> dict[str, int]:
         "passes": each * len(kept),
         "kept_passes": sum(kept),
     }
+
+
+def sweep_json(result: PlanResult) -> dict[str, Any]:
+    """Return how many blocks each processor sweeps, and for how long it is busy with that.
+
+    The seconds of the GPU include the copies of states in host memory. Those of blocks in HBM are
+    part of its compute time.
+    """
+    blocks = result.plan.placement.blocks
+    streamed = sum(block.streams_states for block in blocks)
+    return {
+        "cpu_blocks": sum(block.sweep == "cpu" for block in blocks),
+        "cpu_seconds": _busy_seconds(result.cost, ("sweep",)),
+        "gpu_blocks": streamed,
+        "gpu_seconds": _busy_seconds(result.cost, STATE_LANES),
+        "resident_blocks": sum(block.sweep == "gpu" for block in blocks) - streamed,
+    }
+
+
+def _busy_seconds(cost: Cost, lanes: tuple[str, ...]) -> float:
+    """Return for how long at least one of the lanes is busy."""
+    spans = sorted(
+        (span.start, span.end)
+        for operation, span in zip(cost.schedule.operations, cost.spans, strict=True)
+        if span.end > span.start and operation.lane in lanes
+    )
+    total = reached = 0.0
+    for start, end in spans:
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
 
 
 def _ranks_json(plan: Plan) -> dict[str, Any]:
@@ -137,6 +175,7 @@ def infeasible_json(
         "phases": None,
         "working_memory": None,
         "recompute": None,
+        "sweep": None,
         "host": None,
         "ranks": None,
         "not_trainable": not_trainable or None,
@@ -274,6 +313,7 @@ def summary(result: PlanResult, machine: Machine) -> str:
         f"{plan.bytes_per_parameter:.2f} bytes per parameter at rest{_optimizer(plan)}; "
         f"{plan.placement.rounds} round{'s' if plan.placement.rounds > 1 else ''}, "
         f"micro-batch {plan.workload.numerics.micro_batch}, {_residents(plan)}",
+        *sweep_lines(result),
         *kept_lines(plan),
         *rank_lines(plan),
         *not_reproducible(plan),
@@ -284,6 +324,19 @@ def summary(result: PlanResult, machine: Machine) -> str:
 def _optimizer(plan: Plan) -> str:
     name = plan.workload.optimizer
     return "" if name == "adamw" else f" with {TITLES[name]}"
+
+
+def sweep_lines(result: PlanResult) -> list[str]:
+    """Return how sweeps are divided between CPU and GPU; nothing if the CPU makes all of them."""
+    found = sweep_json(result)
+    if not found["gpu_blocks"]:
+        return []
+    both = found["cpu_blocks"] + found["gpu_blocks"]
+    cpu, gpu = (format_seconds(found[f"{side}_seconds"]) for side in ("cpu", "gpu"))
+    return [
+        f"optimizer sweep: {found['gpu_blocks']} of {both} blocks in host memory pass through the "
+        f"GPU ({gpu}), the CPU sweeps the others ({cpu})"
+    ]
 
 
 def kept_lines(plan: Plan) -> list[str]:
@@ -375,7 +428,8 @@ def _gigabytes(nbytes: int) -> str:
 
 def _residents(plan: Plan) -> str:
     blocks = [block for block in plan.placement.blocks if block.homes]
-    resident = sum(block.sweep == "gpu" and not block.is_split for block in blocks)
+    swept = (block for block in blocks if block.sweep == "gpu" and not block.streams_states)
+    resident = sum(not block.is_split for block in swept)
     if resident == len(blocks):
         return "everything in HBM"
     text = f"{resident} of {len(blocks)} blocks resident in HBM"
@@ -403,6 +457,7 @@ def explain(result: PlanResult, inventory: Inventory, name: str) -> RenderableTy
             times.add_row(start, format_seconds(span.end), f"{verb}{piece}", roles)
     updated = {"cpu": "updated by the CPU", "gpu": "updated on the GPU", "none": "frozen"}
     title = f"{name}: {block.parameters():,} parameters, {updated[at.sweep]}"
+    title += ", through which its states pass" if at.streams_states else ""
     tables = (homes, times, phase_table(result), memory_table(result.memory))
     return Group(Text(title, style="bold"), *(part for each in tables for part in (each, Text())))
 

@@ -26,6 +26,7 @@ from penstock.planner.initial_candidates import (
     spread,
 )
 from penstock.planner.kept_layers import keep_layers
+from penstock.planner.sweep_sides import share_sweeps
 from penstock.tiers import Tier
 
 
@@ -86,7 +87,9 @@ def search(
         )
     else:
         found = next(iter(_search(evaluator, effort)), None)
-    return None if found is None else keep_layers(evaluator, found, exact=exact)
+    if found is None:
+        return None
+    return share_sweeps(evaluator, keep_layers(evaluator, found, exact=exact), exact=exact)
 
 
 MakeEvaluator = Callable[[DriveWeights | None], PlanEvaluator]

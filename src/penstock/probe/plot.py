@@ -77,7 +77,7 @@ def memory(machine: Machine) -> Panel:
     panel = Panel("Memory", "threads", str)
     for node in machine.nodes:
         for rate in node.rates:
-            if rate.operation != "sweep":
+            if rate.operation not in ("sweep", "shared"):
                 line = f"node {node.id} ({node.kind}) {rate.operation}"
                 panel.add(line, rate.threads, rate.bytes_per_second)
     return panel

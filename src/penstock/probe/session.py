@@ -23,7 +23,7 @@ from penstock.machine.machine import (
     Transfer,
 )
 from penstock.machine.sysfs import System
-from penstock.probe import compute, copies, memory, peers, process, storage, sweep
+from penstock.probe import compute, copies, memory, peers, process, shared, storage, sweep
 from penstock.probe.measurement import Effort, OnProgress, Progress
 from penstock.units import GiB, MiB
 
@@ -118,6 +118,7 @@ class Session:
         nodes = sum(len(self._threads(n.id)) * len(memory.OPERATIONS) + 1 for n in self._nodes)
         nodes += sum(len(passes) for of in self._sweeps.values() for passes in of.values())
         transfers = sum(map(len, self._groups)) * len(self._nodes)
+        transfers += len(self._nodes) if self._groups else 0  # copies during a sweep
         requests = len(self._requests) * len(self._machine.storage)
         figures = nodes + len(self._pairs) + transfers + self._num_gpu_figures + requests
         figures += peers.figures(self._links)
@@ -134,7 +135,8 @@ class Session:
         effort, progress = self.effort(total), Progress(total, on_progress)
         measured = {node.id: self._probe_node(node, effort, progress) for node in self._nodes}
         for id, node in measured.items():
-            measured[id] = self._probe_sweeps(node, effort, progress)
+            node = self._probe_sweeps(node, effort, progress)
+            measured[id] = self._probe_shared(node, effort, progress) if self._groups else node
         machine = dataclasses.replace(
             self._machine,
             nodes=tuple(measured.get(node.id, node) for node in self._machine.nodes),
@@ -182,6 +184,27 @@ class Session:
                 rates += sweep.probe_sweeps(node.id, moments, passes, buffers, effort, progress)
             del buffers  # free the memory before the next format allocates its own
         return dataclasses.replace(node, rates=tuple(rates))
+
+    def _probe_shared(self, node: MemoryNode, effort: Effort, progress: Progress) -> MemoryNode:
+        """Measure a sweep on a node while the first GPU copies to and from it."""
+        what, gpu = f"node {node.id}: sweep and copies", self._groups[0][0].gpus[0]
+        progress.report(what)
+        both = progress.attempt(what, partial(self._create_shared, node.id, gpu, effort), figures=1)
+        if both is None:
+            return node
+        threads = max(self._threads(node.id))
+        rate = shared.probe_shared(node.id, gpu, both[0], threads, both[1], effort, progress)
+        return node if rate is None else dataclasses.replace(node, rates=(*node.rates, rate))
+
+    def _create_shared(
+        self, node: int, gpu: int, effort: Effort
+    ) -> tuple[tuple[sweep.SweepBuffers, int], copies.Copier]:
+        passes = [p for p in self._sweeps[node]["fp32"] if p.parameters <= sweep.THREADS_SIZE]
+        cpus, quick = self._system.nearest_cpus(node), self._options.quick
+        ordinals = copies.cuda_ordinals(self._machine.gpus)
+        copier = self._create_copier(node, (gpu,), ordinals, effort)
+        buffers = sweep.allocate_buffers(node, "fp32", passes, effort, cpus, quick=quick)
+        return buffers, copier
 
     def _probe_copies(self, effort: Effort, progress: Progress) -> tuple[NodeCopy, ...]:
         copies = []

@@ -217,6 +217,18 @@ class StepTimer:
         parts = (_compute_operations(self.inventory, i, placement.rounds) for i in blocks)
         return max(self._builder(placement).totals(chain.from_iterable(parts)).values())
 
+    def sweep_seconds(self, placement: Placement, block: int) -> tuple[float, float]:
+        """Return how long a sweep of a block takes on the CPU, and through the GPU, if alone."""
+        back = (Role.WEIGHT, *STATE)
+        on_cpu = [Operation(Verb.SWEEP, block, TRAINED, "forward")]
+        on_gpu = [
+            Operation(Verb.FETCH, block, TRAINED, "forward", gpu=True),
+            Operation(Verb.OFFLOAD, block, back, "forward", gpu=True),
+        ]
+        builder = self._builder(placement)
+        cpu, gpu = (max(builder.totals(each).values()) for each in (on_cpu, on_gpu))
+        return cpu, gpu
+
     def _builder(self, placement: Placement) -> JobBuilder:
         parts = (self.inventory, self.workload, placement, self.rates, self.ranks)
         return JobBuilder(

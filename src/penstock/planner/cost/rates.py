@@ -18,6 +18,10 @@ SWEEP_SHARE = 0.91
 """Bytes per second of an optimizer sweep relative to a copy, counting reads and writes. Measured:
 118 of 129 GB/s."""
 
+SHARED_READS = 14 / 26
+"""Fraction of reads in the bytes of a sweep with fp32 moments, and about that of a sweep and copies
+in both directions together."""
+
 LONG_SWEEP = 64_000_000
 """Parameters from which a sweep is certain to use memory: the state of 16 million fits into the
 last-level cache of a large server, where a sweep was measured at 243 GB/s instead of 162."""
@@ -389,8 +393,10 @@ def _node_rates(
         # A sweep is no faster than memory, which was measured with buffers larger than the caches.
         fastest = max((2 * copy if copy else 0.0, read or 0.0, write or 0.0)) or math.inf
         sweep, fp32_sweep = (min(rate, fastest) if rate else None for rate in (sweep, fp32_sweep))
+    together = machine.rate(node.id, "shared")
+    shared = together.median if together else None
     # A copy reads and writes each byte. Whatever was reached once is possible.
-    reached = (2 * copy if copy else None, read, write, sweep, fp32_sweep)
+    reached = (2 * copy if copy else None, read, write, sweep, fp32_sweep, shared)
     total = max((r for r in reached if r), default=None)
     if total is None:
         copy = _assumed_copy(machine, node, assumed)
@@ -402,9 +408,10 @@ def _node_rates(
         )
     to_gpu = _rank_transfer(machine, "h2d", node.id, ranks)
     from_gpu = _rank_transfer(machine, "d2h", node.id, ranks)
+    h2d, d2h = (_transfer(machine, way, node.id, all_gpus=True) for way in ("h2d", "d2h"))
     return NodeRates(
-        read=max(read or total, _transfer(machine, "h2d", node.id, all_gpus=True) or 0.0),
-        write=max(write or total, _transfer(machine, "d2h", node.id, all_gpus=True) or 0.0),
+        read=max(read or total, h2d or 0.0, SHARED_READS * (shared or 0.0)),
+        write=max(write or total, d2h or 0.0, (1 - SHARED_READS) * (shared or 0.0)),
         total=total,
         sweep=sweep,
         to_gpu=to_gpu or link or total,
