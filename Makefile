@@ -3,8 +3,11 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 NATIVE_TESTS := build/native-tests
-# Number of test processes. Each runs whole test files, because most tests are single-threaded Python.
+# Number of test processes. Each runs whole test files.
 JOBS   ?= 2
+# One thread for torch: the processes have a core each, and tiny kernels gain nothing from more. Compiled Python files
+# are written even where the environment says otherwise: every child process would compile them again.
+TEST_ENV := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 
 CSRC    := $(wildcard csrc/*.cpp csrc/*.h)
 CXX_ALL := $(CSRC) $(wildcard tests/native/*.cpp tests/native/*.h)
@@ -53,7 +56,7 @@ demo: $(VENV)/built
 	@$(BIN)/python examples/demo.py $(ARGS)
 
 test: $(VENV)/built $(NATIVE_TESTS)/native_tests
-	$(BIN)/python -m pytest --timeout 300 -n $(JOBS) --dist loadfile \
+	$(TEST_ENV) $(BIN)/python -m pytest --timeout 300 -n $(JOBS) --dist loadfile --no-loadscope-reorder \
 	  -m "not gpu and not vm and not long and not browser" $(ARGS)
 
 test-long: $(VENV)/built

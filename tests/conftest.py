@@ -10,6 +10,7 @@ import pytest
 
 from penstock.machine.sysfs import System
 from penstock.memory.placement import Place
+from tests.support.cpu_time import CpuTime
 from tests.support.memory_places import places_here
 
 
@@ -19,8 +20,9 @@ def place(request: pytest.FixtureRequest) -> Place:
     return place
 
 
-def pytest_configure() -> None:
-    """A shell starts what it puts into the background with Ctrl-C ignored, and tests press it."""
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(CpuTime())
+    # A shell starts what it puts into the background with Ctrl-C ignored, and tests press it.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.support import fork_server
 
 BENCH = Path(__file__).parents[2] / "bench"
 
 CHECK = """
-import runpy, sys
+import runpy, sys, warnings
+warnings.simplefilter("ignore")
 for path in sys.argv[1:]:
     before = list(sys.path)
     runpy.run_path(path, run_name="checked")
@@ -20,6 +21,5 @@ for path in sys.argv[1:]:
 def test_every_script_imports() -> None:
     scripts = sorted(str(path) for path in BENCH.rglob("*.py"))
     assert len(scripts) > 20
-    command = [sys.executable, "-W", "ignore", "-c", CHECK, *scripts]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=BENCH.parent)
+    result = fork_server.run(["-c", CHECK, *scripts])
     assert result.returncode == 0, result.stderr[-2000:]

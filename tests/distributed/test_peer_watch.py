@@ -6,8 +6,6 @@ import os
 import select
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +18,7 @@ from penstock.distributed import peer_sockets
 from penstock.distributed.peer_sockets import PeerSockets, connect_ranks
 from penstock.distributed.peer_watch import PeerWatch, WatchSettings
 from penstock.errors import PeerLostError
+from tests.support import fork_server
 from tests.support.ranks import connect
 
 FAST: dict[str, float] = {"heartbeat_seconds": 0.05, "name_after_seconds": 0.2}
@@ -285,19 +284,16 @@ class Worker:
     """A rank in a process (`tests/distributed/watch_worker.py`) that can be killed and stopped."""
 
     def __init__(self, folder: Path, rank: int, world: int, *words: str) -> None:
-        command = [sys.executable, "-m", "tests.distributed.watch_worker"]
+        command = ["-m", "tests.distributed.watch_worker"]
         self.rank = rank
-        self.process = subprocess.Popen(
-            [*command, str(folder / "store"), str(rank), str(world), *words],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+        self.process = fork_server.start(
+            [*command, str(folder / "store"), str(rank), str(world), *words]
+        )
 
     def hear(self) -> str:
-        assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
     def say(self, word: str) -> None:
-        assert self.process.stdin is not None
         self.process.stdin.write(word + "\n")
         self.process.stdin.flush()
 
@@ -331,7 +327,7 @@ def test_a_stopped_process_is_named_and_may_continue(tmp_path: Path) -> None:
         made[2].process.send_signal(signal.SIGSTOP)
         for each in made:
             each.say("meet")
-        line = made[0].process.stderr.readline()  # type: ignore[union-attr]
+        line = made[0].process.stderr.readline()
         assert line.startswith("penstock: waiting for rank 2 since ")
         assert "it has not responded for" in line
         assert made[0].process.poll() is None

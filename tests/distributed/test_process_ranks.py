@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,14 +11,16 @@ import torch
 from penstock.engine.transport import SingleRank
 from tests.distributed.rank_worker import CHOICES, digests
 from tests.equivalence.runs import DRAM, WAYS
+from tests.support import fork_server
 
 
 @pytest.mark.parametrize(
     ("transport", "world", "choice"),
     [
-        ("gloo", 2, DRAM.name),
         ("shared", 2, "some"),
-        ("calls of NCCL", 2, DRAM.name),
+        # The tests of several ranks in tests/train use gloo.
+        pytest.param("gloo", 2, DRAM.name, marks=pytest.mark.long),
+        pytest.param("calls of NCCL", 2, DRAM.name, marks=pytest.mark.long),
         pytest.param("gloo", 4, "few", marks=pytest.mark.long),
         *(pytest.param("shared", 4, way.name, marks=pytest.mark.long) for way in WAYS),
     ],
@@ -32,14 +32,11 @@ def test_processes_give_the_result_of_one_rank(
 
 
 def check_processes(transport: str, world: int, choice: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.distributed.rank_worker"]
+    command = ["-m", "tests.distributed.rank_worker"]
     processes = [
-        subprocess.Popen(
-            [*command, str(rank), str(world), str(tmp_path), transport, choice],
-            stderr=subprocess.PIPE, text=True,
-        )
+        fork_server.start([*command, str(rank), str(world), str(tmp_path), transport, choice])
         for rank in range(world)
-    ]  # fmt: skip
+    ]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,9 +12,9 @@ from penstock.cli.store import remove_stores
 from penstock.engine.state_io import OPTIMIZER
 from penstock.errors import EngineStateError
 from tests.equivalence.runs import DISK, DRAM, RESIDENT, WAYS, Setup, Way, differing, state_of
+from tests.support import fork_server
 
 STEPS, KEPT = 6, 3
-REPO = Path(__file__).parents[2]
 
 VICTIM = """
 import sys
@@ -56,14 +53,11 @@ def test_a_killed_run_resumed_under_another_plan_equals_an_uninterrupted_run(
     folder, disk = tmp_path / "saved", tmp_path / "disk"
     folder.mkdir()
     disk.mkdir()
-    with subprocess.Popen(
-        [sys.executable, "-c", VICTIM, str(folder), str(disk), dtype, moments],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPO,
-    ) as victim:  # fmt: skip
-        assert victim.stdout is not None
-        while victim.stdout.readline().strip() != "5":
-            assert victim.poll() is None
-        victim.send_signal(signal.SIGKILL)
+    victim = fork_server.start(["-c", VICTIM, str(folder), str(disk), dtype, moments])
+    while victim.stdout.readline().strip() != "5":
+        assert victim.poll() is None
+    victim.kill()
+    victim.communicate()
     setup = setup_with_dropout(dtype, moments)
     with setup.engine(WAYS[8], disk) as engine:
         engine.read(folder)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
 from tests.faults.refuse import SYSCALLS
-
-REPO = Path(__file__).parents[2]
+from tests.support import fork_server
 
 needs_seccomp = pytest.mark.skipif(not SYSCALLS, reason="no system call numbers for this processor")
 
@@ -46,16 +44,8 @@ def refused(kind, call):
 """
 
 
-def in_child(body: str, *prefix: str) -> subprocess.CompletedProcess[str]:
-    code = PREAMBLE + textwrap.dedent(body)
-    run = subprocess.run(
-        [*prefix, sys.executable, "-c", code],
-        cwd=REPO,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+def in_child(body: str) -> subprocess.CompletedProcess[str]:
+    run = fork_server.run(["-c", PREAMBLE + textwrap.dedent(body)])
     assert run.returncode == 0, run.stdout + run.stderr
     return run
 
@@ -169,14 +159,13 @@ def test_a_process_that_exits_with_live_tensors_prints_nothing() -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to create a control group")
 def test_more_memory_than_the_control_group_allows_is_refused() -> None:
     with memory_group(512 << 20) as join:
-        in_child(
-            """
+        group = join[2].split('"')[1]
+        in_child(f"""
+            open("{group}", "w").write(str(os.getpid()))
             error = refused(MemoryLimitError, lambda: ps.empty(1 << 30, dtype=torch.uint8))
             assert error.limit == 512 << 20 and error.free < error.wanted == 1 << 30
             assert ps.empty(1 << 20).shape == (1 << 20,)
-            """,
-            *join,
-        )
+            """)
 
 
 class memory_group:  # noqa: N801

@@ -20,6 +20,12 @@ def test_many(n):
 """
 
 
+@pytest.fixture(autouse=True)
+def _no_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start pytest without plugins: importing Hypothesis takes seconds in each process."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+
+
 def run(folder: Path, files: dict[str, str], *, limit: float = 60) -> tuple[int, dict[str, str]]:
     """Run the tests of some files; return the exit code and the outcome of each test."""
     for name, text in files.items():

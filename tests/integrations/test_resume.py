@@ -6,8 +6,6 @@ import hashlib
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from penstock.engine.result_record import NotBitIdenticalWarning
 from penstock.errors import EngineStateError
 from penstock.integrations import PenstockConfig, PenstockTrainer, checkpoint_folder
 from tests.integrations.trainer_run import STEPS, make_trainer
+from tests.support import fork_server
 from tests.support.trainers import (
     SMALL,
     arguments,
@@ -39,10 +38,8 @@ OTHER: dict[str, Any] = {"hbm": "5MiB", "dram": "2MiB"}
 
 def run(out: Path, budgets: dict[str, Any], *options: str) -> int:
     """Run the script in a process of its own, and return its exit code."""
-    command = [sys.executable, "-m", "tests.integrations.trainer_run", str(out)]
-    done = subprocess.run(
-        [*command, json.dumps(budgets), *options], capture_output=True, text=True, check=False
-    )
+    script = ["-m", "tests.integrations.trainer_run", str(out), json.dumps(budgets), *options]
+    done = fork_server.run(script)
     assert done.returncode in (0, -signal.SIGKILL), done.stderr[-3000:]
     return done.returncode
 

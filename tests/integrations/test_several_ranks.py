@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from penstock.distributed.thread_ranks import ThreadRanks
 from penstock.errors import BatchError, EngineError, SettingsError
 from penstock.integrations.several_ranks import check_launch, check_together
 from tests.integrations import ranks_run
+from tests.support import fork_server
 from tests.support.ranks import on_each_rank
 from tests.support.trainers import TIMES
 
@@ -54,12 +56,35 @@ def launch(world: int, out: Path, options: dict[str, Any]) -> subprocess.Complet
     )  # fmt: skip
 
 
-def run(world: int, out: Path, options: dict[str, Any]) -> list[dict[str, Any]]:
+def launch_forks(world: int, out: Path, options: dict[str, Any]) -> None:
+    """Run the script in so many processes, with the variables that torchrun sets."""
+    out.mkdir(exist_ok=True)
+    script = ["-m", "tests.integrations.ranks_run", str(out), json.dumps(options)]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    common = launched(world) | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [
+        fork_server.start(script, env={**os.environ, **common, "GLOO_SOCKET_IFNAME": "lo",
+                                       "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(world)
+    ]  # fmt: skip
+    for rank in ranks:
+        _, errors = rank.communicate()
+        assert rank.returncode == 0, errors[-4000:]
+
+
+def run(
+    world: int, out: Path, options: dict[str, Any], *, torchrun: bool = True
+) -> list[dict[str, Any]]:
     """Train in so many processes, and return what each of them saw."""
     if world == 1:
         return [json.loads(json.dumps(ranks_run.train(out, options)))]
-    done = launch(world, out, options)
-    assert done.returncode == 0, done.stderr[-4000:]
+    if torchrun:
+        done = launch(world, out, options)
+        assert done.returncode == 0, done.stderr[-4000:]
+    else:
+        launch_forks(world, out, options)
     return [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(world)]
 
 
@@ -84,10 +109,13 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {p.name: p.read_bytes() for p in folder.iterdir() if p.name not in OWN_FILES}
 
 
-def test_two_processes_train_as_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "torchrun", [False, pytest.param(True, marks=pytest.mark.long)], ids=["forks", "torchrun"]
+)
+def test_two_processes_train_as_one(torchrun: bool, tmp_path: Path) -> None:
     (one,) = run(1, tmp_path / "one", options_for(1, metrics=True))
 
-    ranks = run(2, tmp_path / "two", options_for(2, metrics=True))
+    ranks = run(2, tmp_path / "two", options_for(2, metrics=True), torchrun=torchrun)
 
     assert_same(one, ranks)
     for folder in ("checkpoint-2", "checkpoint-4", "trained"):

@@ -11,16 +11,29 @@ import pytest
 
 from penstock.memory import heap
 
-CHILD = """
-import resource, sys
-import torch
+BLOCK = """
+import ctypes, resource, sys
 from penstock.memory.heap import return_freed_memory
 
+libc = ctypes.CDLL(None, use_errno=True)
+libc.free.argtypes = [ctypes.c_void_p]
+libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+
+class block:
+    # Memory as torch's CPU allocator allocates it. Importing torch would take seconds.
+    def __init__(self, mib):
+        self.at = ctypes.c_void_p()
+        assert libc.posix_memalign(ctypes.byref(self.at), 64, ctypes.c_size_t(mib << 20)) == 0
+        libc.memset(self.at, 1, mib << 20)
+    def __del__(self):
+        libc.free(self.at)
+"""
+
+CHILD = (
+    BLOCK
+    + """
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
-
-def block(mib):
-    return torch.ones(mib << 20, dtype=torch.uint8)
 
 if "return" in sys.argv:
     return_freed_memory()
@@ -31,6 +44,7 @@ above = block(6)
 below.clear()
 print((resident() - before) >> 20)
 """
+)
 
 
 def run_child(code: str, *argv: str, **environment: str) -> int:
@@ -81,19 +95,17 @@ def test_a_trim_threshold_in_the_environment_is_respected(
     assert calls == [heap.LARGE_NBYTES]
 
 
-REPEATED = """
-import resource
-import torch
-from penstock.memory.heap import return_freed_memory
-
+REPEATED = (
+    BLOCK
+    + """
 return_freed_memory()  # before the threshold has changed
-block = lambda: torch.ones(3 << 20, dtype=torch.uint8)
-block()
+block(3)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(100):
-    block()
+    block(3)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
+)
 
 
 def test_smaller_blocks_reuse_the_pages_of_the_heap() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from penstock.plan.workload import Workload
 from penstock.probe.machine_choice import TargetMachine
 from penstock.settings import Settings
 from penstock.units import GiB, MiB
+from tests.support import fork_server
 from tests.support.engines import inventory, tiny_config, workload
 from tests.support.machines import machine
 
@@ -238,10 +237,9 @@ print(working_memory_source(config, machine())(inventory(config, ()), workload()
 
 def test_a_failed_trace_writes_nothing_to_the_terminal() -> None:
     """In a process of its own, because pytest changes where torch's messages go."""
-    run = subprocess.run(
-        [sys.executable, "-c", FAILED_TRACE], capture_output=True, text=True, check=True
-    )
+    run = fork_server.run(["-c", FAILED_TRACE])
 
+    assert run.returncode == 0, run.stderr
     assert "could not be traced (RuntimeError: " in run.stdout
     assert "Traceback" not in run.stderr
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import subprocess
-import sys
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 from penstock.cli import main
+from tests.support import fork_server
 from tests.support.engines import plain_model, tiny_config
 from tests.support.small_tokenizers import MARKED, WORDS, small_tokenizer
 
@@ -87,12 +86,9 @@ class Runs:
         """Train in this process."""
         return run_command(self.flags(out, *more))
 
-    def start(self, out: Path, *more: str) -> subprocess.Popen[str]:
+    def start(self, out: Path, *more: str) -> fork_server.Child:
         """Start training in a child process."""
-        command = [sys.executable, "-m", "penstock", *self.flags(out, *more)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        pipe = subprocess.PIPE
-        return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment)
+        return fork_server.start(["-m", "penstock", *self.flags(out, *more)])
 
 
 def run_command(arguments: list[str]) -> RunResult:
@@ -103,12 +99,13 @@ def run_command(arguments: list[str]) -> RunResult:
     return RunResult(code, output.getvalue(), errors.getvalue())
 
 
-def wait_for_exit(child: subprocess.Popen[str]) -> RunResult:
+def wait_for_exit(child: subprocess.Popen[str] | fork_server.Child) -> RunResult:
     output, errors = child.communicate()
+    assert child.returncode is not None
     return RunResult(child.returncode, output, errors)
 
 
-def wait_for_line(child: subprocess.Popen[str], *parts: str) -> str:
+def wait_for_line(child: subprocess.Popen[str] | fork_server.Child, *parts: str) -> str:
     """Read events until a line contains all parts, and return everything that was read."""
     assert child.stdout is not None
     read = ""
