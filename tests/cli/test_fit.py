@@ -31,9 +31,19 @@ def fit(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
 
 @pytest.mark.parametrize(
     ("known", "folder"),
-    [("llama-3.1-8b", "llama-3.1-8b"), ("llama-3.3-70b", "llama-3.1-70b"), ("qwen3-8b", "qwen3-8b"),
-     ("qwen2.5-3b", "qwen2.5-3b"), ("olmo-2-7b", "olmo-2-7b")],
-)  # fmt: skip
+    [
+        ("qwen2.5-3b", "qwen2.5-3b"),
+        ("olmo-2-7b", "olmo-2-7b"),
+        *(
+            pytest.param(*names, marks=pytest.mark.long)
+            for names in (
+                ("llama-3.1-8b", "llama-3.1-8b"),
+                ("llama-3.3-70b", "llama-3.1-70b"),
+                ("qwen3-8b", "qwen3-8b"),
+            )
+        ),
+    ],
+)
 def test_the_sizes_are_those_of_the_published_config(known: str, folder: str) -> None:
     mine, theirs = KNOWN_MODELS[known].inventory(known), survey(CONFIGS / folder)
 

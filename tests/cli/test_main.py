@@ -20,6 +20,7 @@ from penstock.checkpoint.errors import CheckpointWarning
 from penstock.cli import main
 from penstock.errors import PenstockError
 from penstock.machine.machine import Figure, Machine, MemoryNode, MemoryRate
+from penstock.machine.presets import preset
 from penstock.probe import ProbeResult, storage
 from penstock.units import GiB, MiB
 from tests.support.character_devices import make_device
@@ -382,7 +383,27 @@ def test_the_package_metadata_takes_the_version_from_its_module() -> None:
     assert f'__version__ = "{__version__}"' in (Path(__file__).parents[2] / source).read_text()
 
 
-def test_a_probe_writes_the_machine_it_prints_and_a_plot(tmp_path: Path) -> None:
+def test_a_probe_writes_the_machine_it_prints_and_a_plot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = ProbeResult(machine=preset("desktop-24gb"), notes=(), seconds=1.0)
+    monkeypatch.setattr("penstock.probe.probe", lambda *_: measured)
+    out, plot = tmp_path / "machine.json", tmp_path / "machine.png"
+    command = ["probe", "--quick", "-o", str(out), "--plot", str(plot), "--json"]
+    monkeypatch.setattr(sys, "argv", ["penstock", *command])
+
+    assert main.run(command) == 0
+
+    assert json.loads(capsys.readouterr().out) == json.loads(out.read_text())
+    machine = Machine.load(out)
+    assert machine.nodes == preset("desktop-24gb").nodes
+    assert machine.made.command.startswith("penstock probe --quick")
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["machine.json", "machine.png"]
+
+
+@pytest.mark.long
+def test_a_probe_of_this_machine_writes_what_it_measures(tmp_path: Path) -> None:
     if storage.max_file_size(tmp_path) < 16 * MiB:
         pytest.skip(f"{tmp_path} has too little free space to measure with")
     out, plot = tmp_path / "machine.json", tmp_path / "machine.png"

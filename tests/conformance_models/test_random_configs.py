@@ -12,31 +12,30 @@ from tests.conformance_models.check import DOES_NOT_RUN, examine_config
 from tests.conformance_models.expected import expected
 from tests.conformance_models.random_configs import draw_case
 from tests.conformance_models.tiny import VARIANTS, tiny_config
+from tests.support.samples import sample
 
 RIGHT = sorted(
     case for case, outcome in expected().items() if outcome.kind == "right" and case not in VARIANTS
 )
-FIXED = (1, 2, 3, 4, 5, 6)
+FIXED = (1, 2)
 """Seeds of `make test`."""
-ONE_LAYER: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("bloom", {}),
-    ("falcon", {}),
-    ("llama", {}),
-    ("opt", {"do_layer_norm_before": False}),
-)
+ONE_LAYER: dict[str, dict[str, Any]] = {
+    "bloom": {},
+    "falcon": {},
+    "llama": {},
+    "opt": {"do_layer_norm_before": False},
+}
 """Models whose layers return tuples, and models whose layers do not, one without a last norm."""
 TODAY = int(datetime.datetime.now(datetime.UTC).strftime("%Y%m%d")) * 1000
 DRAWN = range(TODAY, TODAY + 100)
 """Seeds of `make test-long`, others every day. A test's name has its seed."""
 
 
-@pytest.mark.parametrize(("family", "fields"), ONE_LAYER)
-def test_a_model_with_one_layer_is_right(
-    family: str, fields: dict[str, Any], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("family", sample(ONE_LAYER, ("bloom", "opt")))
+def test_a_model_with_one_layer_is_right(family: str, tmp_path: Path) -> None:
     config = tiny_config(family)
     config.num_hidden_layers = 1
-    for name, value in fields.items():
+    for name, value in ONE_LAYER[family].items():
         setattr(config, name, value)
     assert examine_config(config, tmp_path, "fp32").kind == "right"
 

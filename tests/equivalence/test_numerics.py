@@ -10,6 +10,7 @@ import torch
 
 from penstock.model.split import SplitModel
 from tests.equivalence.runs import FEW, RESIDENT, Setup, differing, train
+from tests.support.samples import sample
 
 STEPS = 4
 
@@ -33,11 +34,13 @@ def assert_near(first: Setup, second: Setup, disk: Path) -> None:
     assert one.norms == pytest.approx(other.norms, rel=2.0**-7)
 
 
-def test_loss_chunks_change_little_and_the_plan_nothing(tmp_path: Path) -> None:
-    """Compare chunks of 7 tokens, which do not divide a row, with one chunk."""
+def test_loss_chunks_change_little(tmp_path: Path) -> None:
+    """Compare chunks of 7 tokens, which do not divide a row, with one chunk.
+
+    `test_plans.py` tests that the plan changes nothing.
+    """
     cut, whole = Setup.of("llama", loss_chunk=7), Setup.of("llama")
 
-    assert_same_under_plans(cut, tmp_path)
     assert_near(cut, whole, tmp_path)
 
 
@@ -71,7 +74,7 @@ def test_dropout_is_the_same_under_every_plan(
     assert losses != without.losses
 
 
-@pytest.mark.parametrize("family", ["llama", "bloom"])
+@pytest.mark.parametrize("family", sample(["llama", "bloom"], ["bloom"]))
 def test_noise_on_embeddings_is_the_same_under_every_plan(family: str, tmp_path: Path) -> None:
     """Bloom normalizes its embedding, so backward needs the noise of forward again."""
     setup = Setup.of(family, freeze=(), neftune_noise_alpha=5.0)

@@ -26,6 +26,7 @@ from tests.equivalence.runs import (
     warm_up,
 )
 from tests.support.engines import FAMILIES
+from tests.support.samples import sample
 from tests.support.torch_loop import TorchLoop
 
 SGD = {"lr": 0.3, "weight_decay": 0.1}
@@ -105,6 +106,9 @@ CASES = {
 }
 """Workload and options of each optimizer, by name."""
 
+OWN_RULES = ("sgd with momentum", "lion", "muon", "adafactor")
+"""Cases with an update rule of their own: SGD without momentum is a part of SGD with it."""
+
 
 def assert_same(results: dict[str, Result]) -> None:
     first, *others = results
@@ -114,7 +118,7 @@ def assert_same(results: dict[str, Result]) -> None:
         assert differing(results[first].state, results[name].state) == [], name
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", sample(CASES, OWN_RULES))
 @pytest.mark.parametrize(
     ("ways", "steps", "family", "work"),
     [
@@ -150,7 +154,7 @@ def rate_of(lr: float) -> Callable[[int, int], float]:
     return lambda step, dims: lr * warm_up(step) * (1.0 if dims >= 2 else 0.5)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", sample(CASES, OWN_RULES))
 @pytest.mark.parametrize(
     "family", ["llama", *(pytest.param(f, marks=pytest.mark.long) for f in FAMILIES[1:])]
 )

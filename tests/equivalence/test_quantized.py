@@ -15,12 +15,10 @@ from penstock.engine.prepare import inspect_model
 from penstock.model.quantize import quantized_values
 from penstock.packed_weights import Quantization
 from penstock.settings import Settings
-from tests.equivalence.runs import DISK, DRAM, RESIDENT, WAYS
+from tests.equivalence.runs import WAYS, Way
 from tests.equivalence.test_adapters import (
-    IN_HBM,
-    MIXED,
-    ON_DISK,
-    SOME_KEPT,
+    MANY_WAYS,
+    SOME_WAYS,
     assert_close,
     train,
     train_plainly,
@@ -28,6 +26,7 @@ from tests.equivalence.test_adapters import (
 )
 from tests.support import engines
 from tests.support.adapters import FUSED, adapted, lora, trained
+from tests.support.samples import sample
 
 CASES: dict[str, tuple[str, dict[str, Any], Quantization]] = {
     "llama": ("llama", {}, "nf4"),
@@ -41,7 +40,6 @@ CASES: dict[str, tuple[str, dict[str, Any], Quantization]] = {
     "llama, DoRA": ("llama", {"use_dora": True}, "nf4"),
 }  # fmt: skip
 SAMPLE = ("llama", "gpt2 with Conv1D", "gemma3, one layer")
-SOME = [case if case in SAMPLE else pytest.param(case, marks=pytest.mark.long) for case in CASES]
 
 
 def quantized_names(model: Any, quantize: Quantization) -> list[str]:
@@ -59,7 +57,7 @@ def use_quantized_values(model: Any, quantize: Quantization) -> None:
             parameters[name].copy_(quantized_values(parameters[name], quantize))
 
 
-@pytest.mark.parametrize("case", SOME)
+@pytest.mark.parametrize("case", sample(CASES, ("gpt2 with Conv1D",)))
 def test_20_steps_are_those_of_plain_torch_with_the_dequantized_weights(
     case: str, tmp_path: Path, one_thread: None
 ) -> None:
@@ -75,7 +73,7 @@ def test_20_steps_are_those_of_plain_torch_with_the_dequantized_weights(
     assert all(torch.equal(frozen[n], now[n]) for n in frozen), "the model has its own weights"
 
 
-@pytest.mark.parametrize("case", SOME)
+@pytest.mark.parametrize("case", sample(CASES, SAMPLE))
 def test_linear_weights_of_layers_are_quantized_and_nothing_else(case: str) -> None:
     family, fields, quantize = CASES[case]
     model = adapted(family, lora(**fields)).get_base_model()
@@ -89,16 +87,27 @@ def test_linear_weights_of_layers_are_quantized_and_nothing_else(case: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("case", "dtype"),
-    [("llama", "bf16"), ("gpt2 with Conv1D", "fp32"),
-     pytest.param("gemma3, one layer", "bf16", marks=pytest.mark.long),
-     pytest.param("llama, DoRA", "fp16", marks=pytest.mark.long)],
-)  # fmt: skip
-def test_plans_give_equal_bits(case: str, dtype: str, tmp_path: Path) -> None:
+    ("case", "dtype", "ways"),
+    [
+        pytest.param("llama", "bf16", SOME_WAYS, id="llama, few"),
+        *(
+            pytest.param(case, dtype, MANY_WAYS, id=f"{case}, {dtype}", marks=pytest.mark.long)
+            for case, dtype in (
+                ("llama", "bf16"),
+                ("gpt2 with Conv1D", "fp32"),
+                ("gemma3, one layer", "bf16"),
+                ("llama, DoRA", "fp16"),
+            )
+        ),
+    ],
+)
+def test_plans_give_equal_bits(
+    case: str, dtype: str, ways: tuple[Way, ...], tmp_path: Path
+) -> None:
     family, fields, quantize = CASES[case]
     work = {"quantize": quantize, "dtype": dtype}
     found = []
-    for way in (RESIDENT, DRAM, DISK, WAYS[3], WAYS[8], IN_HBM, ON_DISK, MIXED, SOME_KEPT):
+    for way in ways:
         model = adapted(family, lora(**fields))
         losses = train(model, way, tmp_path, steps=3, work=work)
         found.append((losses, trained(model)))

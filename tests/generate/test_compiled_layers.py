@@ -25,6 +25,7 @@ from penstock.generate.graphs import make_decoder
 from penstock.kv.errors import KvWarning
 from tests.equivalence.compiled import breaks, compile_by, graphs
 from tests.kv.tiny_generators import random_prompts, reference_tokens, run, tiny_model
+from tests.support.samples import sample
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -43,7 +44,7 @@ def count_kinds(family: str) -> int:
     return 2 if family in ("gemma2", "gemma3") else 1
 
 
-@pytest.mark.parametrize("family", CHOSEN)
+@pytest.mark.parametrize("family", sample(CHOSEN, ("gemma3",)))
 def test_tokens_equal_those_of_a_dynamic_cache(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,7 +85,9 @@ def test_tokens_are_equal_without_graphs(monkeypatch: pytest.MonkeyPatch) -> Non
     assert graphs() == 2
 
 
+@pytest.mark.long
 def test_the_default_compiler_gives_the_same_tokens() -> None:
+    """Inductor compiles C++ here for half a minute; the other tests trace the same graphs."""
     model, prompts = tiny_model("llama"), random_prompts((17, 9))
     expected = [reference_tokens(model, prompt, 12) for prompt in prompts]
 
@@ -196,7 +199,7 @@ def neox() -> Any:
     return known.GPTNeoXForCausalLM(known.GPTNeoXConfig(**shape, **chosen))
 
 
-@pytest.mark.parametrize("make", [gpt2, neox])
+@pytest.mark.parametrize("make", sample([gpt2, neox], [gpt2]))
 def test_layers_get_the_cache_under_any_name_or_position(
     make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

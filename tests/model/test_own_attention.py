@@ -140,8 +140,26 @@ def assert_equal_to_plain(split: SplitModel, named: Any, plain: Any, bounds: Any
         assert float((mine - theirs).abs().max()) <= 1e-5 * largest, name
 
 
-@pytest.mark.parametrize("bounds", [PACKED, WHOLE], ids=["packed", "whole rows"])
-@pytest.mark.parametrize("family", CONFIGS)
+SAMPLE = {
+    *(("falcon, ALiBi", "packed"), ("mpt", "packed"), ("gpt_neo", "packed")),
+    *(("gptj", "packed"), ("falcon, new decoder", "whole rows")),
+}
+"""Cases that are not only part of `make test-long`: each kind of attention once."""
+
+
+@pytest.mark.parametrize(
+    ("family", "bounds"),
+    [
+        pytest.param(
+            family,
+            bounds,
+            id=f"{family}-{rows}",
+            marks=() if (family, rows) in SAMPLE else pytest.mark.long,
+        )
+        for family in CONFIGS
+        for rows, bounds in (("packed", PACKED), ("whole rows", WHOLE))
+    ],
+)
 def test_logits_and_gradients_are_those_of_each_document_alone(
     family: str, bounds: list[list[int]]
 ) -> None:

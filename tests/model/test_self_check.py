@@ -35,13 +35,18 @@ def inspect(kind: str, freeze: Sequence[str] = (), **fields: Any) -> Inventory:
     ("kind", "fields"),
     [
         ("llama", SMALL),
-        ("qwen3", {**SMALL, "head_dim": 32}),
-        ("gemma2", SMALL),
         ("gemma3_text", {**SMALL, "num_hidden_layers": 6}),
         ("gpt2", {"n_embd": 64, "n_head": 4, "n_layer": 2}),
-        ("opt", {"hidden_size": 64, "ffn_dim": 96, "num_attention_heads": 4}),
-        ("ctrl", {"n_embd": 64, "n_head": 4, "n_layer": 2, "dff": 96}),
-        ("phi", {**SMALL, "partial_rotary_factor": 0.4, "num_key_value_heads": 4}),
+        *(
+            pytest.param(kind, fields, marks=pytest.mark.long)
+            for kind, fields in (
+                ("qwen3", {**SMALL, "head_dim": 32}),
+                ("gemma2", SMALL),
+                ("opt", {"hidden_size": 64, "ffn_dim": 96, "num_attention_heads": 4}),
+                ("ctrl", {"n_embd": 64, "n_head": 4, "n_layer": 2, "dff": 96}),
+                ("phi", {**SMALL, "partial_rotary_factor": 0.4, "num_key_value_heads": 4}),
+            )
+        ),
         (
             "llama",
             {
@@ -71,11 +76,10 @@ def test_models_that_leave_attention_to_transformers_pass(kind: str, fields: Any
 @pytest.mark.parametrize(
     "kind",
     [
-        "codegen",
         "bloom",
         *(
             pytest.param(kind, marks=pytest.mark.long)
-            for kind in ("xglm", "falcon", "gptj", "gpt_neo", "mpt")
+            for kind in ("codegen", "xglm", "falcon", "gptj", "gpt_neo", "mpt")
         ),
     ],
 )
@@ -105,9 +109,9 @@ def test_models_whose_layers_do_not_run_by_themselves_are_refused() -> None:
     [
         ("qwen3_5_text", {}, "Qwen3_5GatedDeltaNet"),
         ("lfm2", {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}, "Conv"),
-        ("recurrent_gemma", {}, "RecurrentGemmaRglru"),
-        ("mamba", {"num_hidden_layers": 2}, "MambaMixer"),
-        ("blenderbot", {}, "positions"),
+        pytest.param("recurrent_gemma", {}, "RecurrentGemmaRglru", marks=pytest.mark.long),
+        pytest.param("mamba", {"num_hidden_layers": 2}, "MambaMixer", marks=pytest.mark.long),
+        pytest.param("blenderbot", {}, "positions", marks=pytest.mark.long),
         ("marian", {}, "positions"),  # whose class freezes its table of positions
     ],
 )

@@ -1,4 +1,4 @@
-"""The first hundred losses match those of transformers' Trainer on the same tensors.
+"""Losses match those of transformers' Trainer on the same tensors.
 
 The Trainer keeps fp32 weights and computes in bf16 with autocast. Penstock computes with bf16
 weights and stores their fp32 masters elsewhere. Both do the same computation with different
@@ -11,6 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch.utils.data import SequentialSampler
@@ -19,13 +20,13 @@ from penstock.data import Packed, load_tokenizer, open_dataset
 from penstock.train.learning_rate import LearningRateSchedule
 from tests.train.runs import RESIDENT, Runs
 
-STEPS, BATCH, MICRO_BATCH = 100, 4, 2
+BATCH, MICRO_BATCH = 4, 2
 
 TOLERANCE = 0.01
 """Maximum difference of one loss, while losses fall from 6 to 2; the mean difference may be a fifth
 of it. The largest difference measured is 0.0024, and the mean 0.0007."""
 
-FLAGS = ("--steps", str(STEPS), "--lr", "3e-3", "--warmup", "10", "--weight-decay", "0.1")
+FLAGS = ("--lr", "3e-3", "--warmup", "10", "--weight-decay", "0.1")
 
 
 class InOrder(transformers.Trainer):  # type: ignore[misc]
@@ -53,17 +54,17 @@ def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {**batch, "attention_mask": same_document(batch["position_ids"])}
 
 
-def rows_of(packed: Packed) -> list[dict[str, torch.Tensor]]:
+def rows_of(packed: Packed, steps: int) -> list[dict[str, torch.Tensor]]:
     rows = []
-    for batch in packed.batches(BATCH, steps=STEPS):
+    for batch in packed.batches(BATCH, steps=steps):
         rows += [{name: tensor[i] for name, tensor in batch.items()} for i in range(BATCH)]
     return rows
 
 
-def trainer_losses(model: Path, packed: Packed, folder: Path) -> list[float]:
+def trainer_losses(model: Path, packed: Packed, steps: int, folder: Path) -> list[float]:
     arguments = transformers.TrainingArguments(
         output_dir=str(folder),
-        max_steps=STEPS,
+        max_steps=steps,
         per_device_train_batch_size=MICRO_BATCH,
         gradient_accumulation_steps=BATCH // MICRO_BATCH,
         learning_rate=3e-3,
@@ -79,22 +80,29 @@ def trainer_losses(model: Path, packed: Packed, folder: Path) -> list[float]:
         remove_unused_columns=False,
     )
     plain = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    trainer = InOrder(plain, arguments, data_collator=collate, train_dataset=rows_of(packed))
+    rows = rows_of(packed, steps)
+    trainer = InOrder(plain, arguments, data_collator=collate, train_dataset=rows)
     trainer.train()
     return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
 
-def test_the_first_hundred_losses_match_the_trainer(runs: Runs, tmp_path: Path) -> None:
-    result = runs.run(tmp_path / "out", *RESIDENT, *FLAGS)
+@pytest.mark.parametrize(
+    ("steps", "share"), [(30, 0.8), pytest.param(100, 0.5, marks=pytest.mark.long)]
+)
+def test_losses_match_those_of_the_trainer(
+    steps: int, share: float, runs: Runs, tmp_path: Path
+) -> None:
+    """The loss falls to a share of the first, so that the agreement is not that of an idle run."""
+    result = runs.run(tmp_path / "out", *RESIDENT, *FLAGS, "--steps", str(steps))
     assert result.code == 0, result.errors
     ours = torch.tensor(list(result.losses.values()))
     dataset = open_dataset(str(runs.data), load_tokenizer(runs.model), cache_dir=tmp_path / "cache")
     train, _ = dataset.split(0.2)
 
-    theirs = torch.tensor(trainer_losses(runs.model, train.pack(32), tmp_path / "trainer"))
+    theirs = torch.tensor(trainer_losses(runs.model, train.pack(32), steps, tmp_path / "trainer"))
 
-    assert len(theirs) == STEPS
-    assert theirs[-1] < theirs[0] / 2
+    assert len(theirs) == steps
+    assert theirs[-1] < share * theirs[0]
     gap = (ours - theirs).abs()
     assert gap.max() < TOLERANCE
     assert gap.mean() < TOLERANCE / 5

@@ -28,6 +28,7 @@ from penstock.train.plan_choice import choose_plan
 from penstock.units import GiB
 from tests.support.engines import tiny_config
 from tests.support.pretend_machine import pretend_to_be, unmeasured
+from tests.support.samples import sample
 from tests.support.small_tokenizers import MARKED, small_tokenizer
 from tests.train.runs import make_texts, run_command
 
@@ -107,7 +108,8 @@ def trained_file(tmp_path: Path, model: str, data: Path, flags: list[str]) -> by
 
 
 @pytest.mark.parametrize(
-    "name", [*ARGUMENTS, *(pytest.param(name, marks=pytest.mark.long) for name in ONE_BY_ONE)]
+    "name",
+    sample([*ARGUMENTS, *ONE_BY_ONE], ["two drives", "frozen, config, not deterministic"]),
 )
 def test_the_plan_of_a_run_is_the_planned_one(name: str, data: Path, tmp_path: Path) -> None:
     family, more = (ARGUMENTS | ONE_BY_ONE)[name]
@@ -230,12 +232,24 @@ def test_the_default_batch_and_context_come_from_the_settings_alone(tmp_path: Pa
 NVME = preset("h200").storage[0]
 
 
+GPUS: list[tuple[dict[str, Any], bool, bool]] = [
+    ({}, True, True), ({}, False, False), ({"capability": "7.5"}, True, False),
+    ({"free": 40 * GiB}, True, True), ({"uuid": "GPU-another"}, True, True),
+]  # fmt: skip
+"""What differs from the machine that was probed, whether Triton is installed, and whether layers
+are compiled then."""
+
+BUDGETS = [[], ["--dram", "40GiB"], ["--hbm", "9GiB", "--dram", "1GiB"]]
+
+
 @pytest.mark.parametrize(
-    ("gpu", "triton", "compiled"),
-    [({}, True, True), ({}, False, False), ({"capability": "7.5"}, True, False),
-     ({"free": 40 * GiB}, True, True), ({"uuid": "GPU-another"}, True, True)],
-)  # fmt: skip
-@pytest.mark.parametrize("budget", [[], ["--dram", "40GiB"], ["--hbm", "9GiB", "--dram", "1GiB"]])
+    ("gpu", "triton", "compiled", "budget"),
+    [
+        pytest.param(*gpu, budget, marks=() if i % len(BUDGETS) == j else pytest.mark.long)
+        for i, gpu in enumerate(GPUS)
+        for j, budget in enumerate(BUDGETS)
+    ],
+)
 def test_plan_and_train_agree_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
