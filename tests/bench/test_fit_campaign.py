@@ -56,6 +56,7 @@ def test_packed_rows_start_documents_at_zero() -> None:
     assert (grows | (positions[:, 1:] == 0)).all()
 
 
+@pytest.mark.long
 def test_random_models_train_at_the_least_memory_on_a_cpu(tmp_path: Path) -> None:
     out = tmp_path / "fit.jsonl"
     command = [sys.executable, "bench/fit_campaign.py", "--tiny", "--device", "cpu", "--cases", "1",

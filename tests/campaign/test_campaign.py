@@ -22,13 +22,25 @@ REPO = Path(__file__).parents[2]
 SEED = 20261116
 
 SAMPLES = {"kills": 4, "power-cuts": 3, "flips": 5, "checkpoints": 10, "concurrent": 1, "fuzz": 20}
-"""Number of cases of each kind: about ten seconds. test_file_faults.py has a sample of `faults`."""
+"""Number of cases of each kind. test_file_faults.py has a sample of `faults`."""
 
 
+def test_runs_killed_at_a_call_and_at_a_moment_end_well(tmp_path: Path) -> None:
+    """Other tests have the other kinds: damaged checkpoints, stores and caches (test_damage.py and
+    test_store_corruption.py), shared stores (test_shared_scratch.py), and fuzzed inputs
+    (test_commands.py)."""
+    run_cases("kills", 2, tmp_path)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("kind", SAMPLES)
 def test_a_sample_of_each_kind_ends_well(kind: str, tmp_path: Path) -> None:
-    results = tmp_path / "results.jsonl"
-    options = ["--cases", str(SAMPLES[kind]), "--seed", str(SEED), "--results", str(results)]
+    run_cases(kind, SAMPLES[kind], tmp_path)
+
+
+def run_cases(kind: str, cases: int, folder: Path) -> None:
+    results = folder / "results.jsonl"
+    options = ["--cases", str(cases), "--seed", str(SEED), "--results", str(results)]
     ran = subprocess.run(
         [sys.executable, "-m", "tests.campaign", "--kind", kind, *options],
         cwd=REPO, capture_output=True, text=True, check=False,
@@ -37,7 +49,7 @@ def test_a_sample_of_each_kind_ends_well(kind: str, tmp_path: Path) -> None:
     if "NOT RUN" in ran.stdout:
         pytest.skip(ran.stdout.strip().splitlines()[-1])
     outcomes = [one.outcome for one in ResultsFile(results).read()]
-    assert outcomes == ["ok"] * SAMPLES[kind]
+    assert outcomes == ["ok"] * cases
 
 
 def ended(code: int, errors: str = "", output: str = "") -> Ended:

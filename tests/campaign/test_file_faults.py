@@ -23,11 +23,16 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FileFaults]:
     ("function", "place", "code", "once"),
     [
         ("fdatasync", "disk/", errno.EIO, False),
-        ("write", "out/.run.yaml", errno.EROFS, False),
         ("fsync", "out/.checkpoint-000001", errno.EIO, True),
-        ("pwrite", "out/.checkpoint-000002", errno.ENOSPC, True),
         ("rename", "out/.checkpoint-000003", errno.EIO, False),
-        ("rmdir", "disk/", errno.EROFS, True),  # left an empty directory in a campaign
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (
+                ("write", "out/.run.yaml", errno.EROFS, False),
+                ("pwrite", "out/.checkpoint-000002", errno.ENOSPC, True),
+                ("rmdir", "disk/", errno.EROFS, True),  # left an empty directory in a campaign
+            )
+        ),
     ],
 )
 def test_a_failed_call_ends_in_success_or_one_line_and_loses_nothing(

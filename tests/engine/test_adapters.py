@@ -21,6 +21,7 @@ from tests.equivalence.runs import DISK, DRAM, RESIDENT
 from tests.equivalence.test_adapters import OPTIMIZER, assert_close, make_plan, train_plainly
 from tests.support import engines
 from tests.support.adapters import adapted, lora, trained
+from tests.support.samples import sample
 
 IDS = torch.arange(3, 19)[None]
 
@@ -193,7 +194,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", sample(OTHERS, ("IA3",)))
 def test_other_methods_whose_adapters_are_part_of_layers(
     name: str, tmp_path: Path, one_thread: None
 ) -> None:

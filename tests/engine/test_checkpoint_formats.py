@@ -104,8 +104,14 @@ def plain_loss(folder: Path) -> float:
 @pytest.mark.parametrize(
     ("family", "published"),
     [
-        *((family, True) for family in CONFIGS),
-        *(pytest.param(family, False, marks=pytest.mark.long) for family in CONFIGS),
+        # tests/train/test_published_layouts.py trains and saves a model with another of them.
+        ("qwen3_5", True),
+        *(
+            pytest.param(family, published, marks=pytest.mark.long)
+            for family in CONFIGS
+            for published in (True, False)
+            if (family, published) != ("qwen3_5", True)
+        ),
     ],
 )
 def test_the_text_stack_of_a_multimodal_model_is_trained_and_the_rest_is_kept(

@@ -73,7 +73,7 @@ def program(tmp_path: Path, rest: str) -> Path:
     return own
 
 
-@pytest.mark.parametrize("leave", ["sys.exit", "os._exit"])
+@pytest.mark.parametrize("leave", ["sys.exit", pytest.param("os._exit", marks=pytest.mark.long)])
 def test_a_program_is_recorded_and_runs_unchanged(tmp_path: Path, leave: str) -> None:
     fork = "if os.fork() == 0: os._exit(0)\nos.wait()\n"
     own = program(tmp_path, fork + STEPS.replace("sys.exit", "sys.stdout.flush(); " + leave))

@@ -11,6 +11,7 @@ import transformers
 from tests.support.engines import plain_model, tiny_config
 from tests.support.fp8_files import save_fp8
 from tests.support.multimodal_files import CONFIGS, check_kept, save_multimodal
+from tests.support.samples import sample
 from tests.support.small_tokenizers import MARKED, small_tokenizer
 from tests.train.runs import RESIDENT, make_texts, run_command
 from tests.train.test_session import stop_in_step
@@ -27,7 +28,7 @@ def flags(model: Path, folder: Path, out: Path, *more: str) -> list[str]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("family", list(CONFIGS))
+@pytest.mark.parametrize("family", sample(CONFIGS, ("gemma3",)))
 def test_a_multimodal_model_trains_resumes_and_loads_in_transformers(
     tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,7 +36,7 @@ REFUSED = {
 }
 """A model type for each kind of refusal, and a part of the reason."""
 
-SAMPLE = ("bert", "gemma4_text", "instructblip", "phimoe")
+SAMPLE = ("bert", "gemma4_text", "instructblip")
 """Types that are not only part of `make test-long`."""
 
 
