@@ -69,11 +69,12 @@ def write_model(folder: Path, config: Any) -> int:
 def prepare_capped(args: argparse.Namespace) -> None:
     """Prepare an engine under the limit, and print what it needed."""
     from penstock.engine.prepare import prepare
+    from penstock.plan.budget import Budget
     from penstock.tiers import Tier
 
     limit = parse_bytes(args.limit)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    budget = {"hbm": limit // 3, "dram": limit // 2}
+    budget = Budget(hbm=limit // 3, dram=limit // 2)
     began = time.perf_counter()
     with prepare(
         args.child, lora="r=16,alpha=32", quantize=args.quantize, context=64, batch=1,

@@ -144,7 +144,7 @@ def test_reward(trl: Any, folder: Path, tmp_path: Path) -> None:
             args=trl.RewardConfig(**common(tmp_path), gradient_accumulation_steps=2),
             train_dataset=data, processing_class=tokenizer, **options,
         )  # fmt: skip
-        logs.append(run(trainer, model, "loss", "grad_norm", "mean_reward"))
+        logs.append(run(trainer, model, "loss", "grad_norm", "min_reward", "max_reward"))
     assert_equal(*logs)
 
 

@@ -93,6 +93,23 @@ def test_an_unknown_tier_of_a_budget_names_the_tiers() -> None:
         prepare(llama(), **SMALL | {"budget": {"gpu": "1GiB"}})
 
 
+@pytest.mark.parametrize(
+    ("budget", "problem"),
+    [
+        (
+            {"hbm": 1.5},
+            'hbm: must be text such as "24GiB" or "auto", or a number of bytes, got 1.5',
+        ),
+        ({"hbm": "1GiB", "dram": None}, "dram: must be text such as"),
+        ({"hbm": "1GiB", "nvme": 400}, "nvme: must be text such as"),
+        ({"hbm": "1GiB", "nvme": [Path("/")]}, "nvme: must be text such as"),
+    ],
+)
+def test_a_budget_of_another_type_says_what_to_write(budget: Any, problem: str) -> None:
+    with pytest.raises(PlanError, match=re.escape(problem)):
+        prepare(llama(), **SMALL | {"budget": budget})
+
+
 def test_an_invalid_setting_names_its_field() -> None:
     with pytest.raises(SettingsError, match=r"^moments: "):
         prepare(llama(), moments="fp8", **SMALL)

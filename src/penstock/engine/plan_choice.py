@@ -319,6 +319,10 @@ def _budget_texts(budget: Mapping[str, Any]) -> dict[str, Any]:
     for name in budget:
         if name not in tiers:
             raise PlanError("budget", f"has no tier {name!r}; the tiers are {', '.join(tiers)}")
+    for name, size in budget.items():
+        if name != "nvme" and (isinstance(size, bool) or not isinstance(size, str | int)):
+            wanted = 'text such as "24GiB" or "auto", or a number of bytes'
+            raise PlanError(name, f"must be {wanted}, got {size!r}")
     return {**budget, "nvme": _nvme_texts(budget.get("nvme", ()))}
 
 
@@ -407,7 +411,13 @@ def workload_for(
 
 
 def _nvme_texts(nvme: str | Iterable[str]) -> tuple[str, ...]:
-    return (nvme,) if isinstance(nvme, str) else tuple(nvme)
+    if isinstance(nvme, str):
+        return (nvme,)
+    if not (isinstance(nvme, Iterable) and all(isinstance(each, str) for each in nvme)):
+        raise PlanError(
+            "nvme", f'must be text such as "/mnt/nvme:400GiB", or several, got {nvme!r}'
+        )
+    return tuple(nvme)
 
 
 def _check_paths_exist(budget: Budget) -> None:
