@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,10 +66,13 @@ def loss_of(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 def train_streamed(
     config: Any, dtype: str, clip: float | None, places: str, disk: Path | None = None,
-    device: str = "cpu",
+    device: str = "cpu", gpu_swept: Sequence[int] = (),
 ) -> tuple[Any, float]:  # fmt: skip
     job = replace(work(dtype, clip), caller_loss=CallerLoss(nbytes=1 << 20))
-    plan = make_plan_of(inventory(config), job, places, disk=disk, piece=1 << 12)
+    plan = make_plan_of(
+        inventory(config), job, places, disk=disk, piece=1 << 12, gpu_piece=1 << 12,
+        gpu_swept=gpu_swept,
+    )  # fmt: skip
     source = plain_model(config, torch.float32 if dtype == "fp32" else torch.bfloat16)
     model, optimizer = ps.stream(
         source, tokens=job.tokens, plan=plan, device=device, self_check=False, lr=1e-2,
@@ -116,6 +120,16 @@ def test_every_plan_gives_the_same_bits(places: str, tied: bool, tmp_path: Path)
     config = tiny_config("llama", tie_word_embeddings=tied)
     expected, norm = train_streamed(config, "bf16", 0.5, "dddd")
     found, found_norm = train_streamed(config, "bf16", 0.5, places, tmp_path)
+    assert found_norm == norm
+    assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_sweeps_of_states_that_pass_through_the_device_give_the_same_bits(tied: bool) -> None:
+    """The weights of the head, or of the tied embedding, are swept before the caller uses them."""
+    config = tiny_config("llama", tie_word_embeddings=tied)
+    expected, norm = train_streamed(config, "bf16", 0.5, "dddd")
+    found, found_norm = train_streamed(config, "bf16", 0.5, "dddd", gpu_swept=(0, 2, 4))
     assert found_norm == norm
     assert_equal(found, expected)
 

@@ -20,7 +20,7 @@ from penstock.plan.placement import Home, Share
 from penstock.storage.store import Store
 from penstock.tiers import Tier
 from penstock.units import GiB, KiB, MiB
-from tests.equivalence.runs import DISK, DRAM, FEW, RESIDENT, WAYS, Setup, Way
+from tests.equivalence.runs import DISK, DRAM, FEW, HYBRID, RESIDENT, WAYS, Setup, Way
 from tests.support import engines
 
 
@@ -122,6 +122,7 @@ GRID = [
     (WAYS[3], {"moments": "int8"}),
     (DISK, {"moments": "bf16", "dtype": "fp16"}),
     (WAYS[8], {"dtype": "fp32", "accumulate": True}),
+    (HYBRID[2], {"moments": "int8"}),
 ]
 MANY = [
     (DISK, {"moments": "int8"}),

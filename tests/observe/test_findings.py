@@ -11,6 +11,7 @@ from penstock.observe.measures import measure
 from penstock.observe.page import verdict
 from penstock.observe.records import (
     DRIVER,
+    STATES,
     Event,
     GpuSample,
     Hardware,
@@ -23,6 +24,7 @@ from penstock.observe.records import (
 )
 from penstock.units import GiB
 from tests.observe.synthetic_runs import (
+    GB,
     HARDWARE,
     PLANNED,
     make_run,
@@ -69,6 +71,23 @@ def test_a_streamed_run_has_none_of_these_findings() -> None:
 
     assert not {"waiting", "overlap", "pageable", "link-idle", "plan-bytes", "serial"} & set(kinds)
     assert "hidden behind compute" in kinds["sweep"].text
+
+
+def test_states_that_pass_through_the_gpu_are_reported_with_both_sides() -> None:
+    run = streamed()
+    passing = [
+        Event("h2d", "copy", f"layers.{layer}{STATES}", 1.5 * step + 0.1 * layer,
+              1.5 * step + 0.1 * layer + 0.05, step, "forward", "h2d", GB, "host", "gpu", True)
+        for step in range(8) for layer in range(2)
+    ]  # fmt: skip
+
+    (found,) = of_kind(replace(run, events=(*run.events, *passing)), "sweep-sides")
+
+    assert found.text == (
+        "optimizer sweep: 2 blocks in host memory pass through the GPU (100 ms and 2.00 GB per "
+        "step), the CPU sweeps others for 450 ms"
+    )
+    assert not of_kind(run, "sweep-sides")
 
 
 def test_findings_are_sorted_by_what_can_be_gained() -> None:

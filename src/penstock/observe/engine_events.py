@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.observe.hardware import disk_name
 from penstock.observe.peers import PEERS
 from penstock.observe.recorder import Recorder
-from penstock.observe.records import Event, Phase, Planned, PlannedTier
+from penstock.observe.records import STATES, Event, Phase, Planned, PlannedTier
 from penstock.observe.samplers import TierMemorySampler
 from penstock.plan.schedule import Operation, Verb
 from penstock.plan.traffic import DISK, LinkTransfer, step_traffic
@@ -181,7 +181,7 @@ class EngineEvents:
         self, record: StepRecord, ran: TimelineEvent, step: int | None
     ) -> Iterator[Event]:
         op, block = ran.operation, _block_name(record, ran)
-        name = f"{block} {' '.join(op.roles)}".strip()
+        name = block + STATES if op.gpu else f"{block} {' '.join(op.roles)}".strip()
         start, end, phase = self._span(record, ran)
         for transfer in ran.transfers:
             link = self.link(transfer.link)

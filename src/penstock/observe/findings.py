@@ -29,7 +29,7 @@ from penstock.observe.labels import (
 )
 from penstock.observe.measures import Measures
 from penstock.observe.peers import peer_waits, rank_title
-from penstock.observe.records import DRIVER
+from penstock.observe.records import DRIVER, STATES
 from penstock.observe.series import GPU_LINKS, Series
 from penstock.observe.steps import OUTSIDE, UNNAMED, UPDATE, without_warmup
 from penstock.observe.usage import GPU, SWEEP, is_node, link_of, mean
@@ -450,6 +450,25 @@ def hidden_sweep(m: Measures) -> Iterator[Finding]:
     )  # fmt: skip
 
 
+def shared_sweep(m: Measures) -> Iterator[Finding]:
+    """Report how optimizer sweeps of blocks in host memory are divided between CPU and GPU."""
+    steps = {usage.step.number for usage in m.usages}
+    moved = [e for e in m.run.events if e.step in steps and e.name.endswith(STATES)]
+    copies = [e for e in moved if e.track in GPU_LINKS]
+    if not copies:
+        return
+    blocks, count = {event.name for event in copies}, len(m.usages)
+    seconds = total_length(union([(event.start, event.end) for event in copies])) / count
+    swept = sum(usage.seconds(SWEEP) for usage in m.usages) / count
+    nbytes = sum(event.nbytes or 0 for event in copies) / count
+    yield Finding(
+        "sweep-sides", "note",
+        f"optimizer sweep: {len(blocks)} blocks in host memory pass through the GPU "
+        f"({seconds_text(seconds)} and {moved_text(nbytes)} per step), the CPU sweeps others for "
+        f"{seconds_text(swept)}",
+    )  # fmt: skip
+
+
 def slow_steps(m: Measures) -> Iterator[Finding]:
     """Report steps that took more than twice the median."""
     steps = m.own_steps
@@ -720,6 +739,7 @@ FINDERS: tuple[Finder, ...] = (
     idle_links,
     missing_overlap,
     hidden_sweep,
+    shared_sweep,
     slow_steps,
     ending,
     peaks_against_plan,

@@ -28,6 +28,10 @@ PROCESS_PATTERNS = ("rank-*", "process-*")
 OBSERVING = "observing"
 """The phase in which the program waits for torch's profiler, before and after an exact step."""
 
+STATES = " states"
+"""End of the name of copies of states in host memory that the GPU sweeps. A block's name comes
+first."""
+
 DRIVER = "driver "
 """Track prefix of the copies and kernels that torch's profiler saw in a step for which a Penstock
 engine reported its own events: the same copies, counted by the driver."""
