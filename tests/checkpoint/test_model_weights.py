@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -377,3 +378,17 @@ def test_a_tied_tensor_may_have_only_its_other_name(tmp_path: Path) -> None:
     read = read_all(tmp_path)["model.embed_tokens.weight"]
 
     assert torch.equal(read, model.model.embed_tokens.weight)
+
+
+def test_closed_weights_hold_no_file_open(llama: Path) -> None:
+    weights = ModelWeights(llama, survey(llama), BF16)
+    held = open_files(llama)
+    weights.close()
+    assert len(held) >= 1
+    assert not open_files(llama)
+
+
+def open_files(folder: Path) -> list[str]:
+    """Return the files below a directory that this process has open."""
+    links = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    return [target for target in links if target.startswith(f"{folder}/")]

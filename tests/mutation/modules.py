@@ -55,9 +55,9 @@ and what launches them. `make test-gpu` tests those.
 NEEDS_HARDWARE: dict[str, tuple[str, ...]] = {
     # Launches of Triton kernels, and the sizes of tiles that are fastest on a GPU.
     "src/penstock/model/attention_launch.py": (
-        "_LARGE", "_SMALL", "_kernels", "_capability", "forward", "backward", "query_gradient",
-        "key_gradients", "launch_key_gradients", "_tiles", "_describe", "_current_device",
-        "_launch",
+        "_LARGE", "_SMALL", "_FP32", "_kernels", "_capability", "forward", "backward",
+        "query_gradient", "key_gradients", "launch_key_gradients", "_tiles", "_describe",
+        "_current_device", "_launch",
     ),
     "src/penstock/model/varlen_attention.py": ("_forward", "_backward"),
     "src/penstock/engine/loss.py": ("_cross_entropy",),

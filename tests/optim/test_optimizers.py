@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 
 from penstock.errors import NonFiniteGradientError, NonFiniteMasterError, SweepInputError
 from penstock.optim import SGD, AdamW, Lion, formats
+from penstock.optim.reference import gradient
+from penstock.optim.rules import Coefficients
 from tests.optim.test_against_torch import N, alternating_grads, random_grads, run
 
 
@@ -214,3 +217,24 @@ def test_amsgrad_states_are_rejected() -> None:
     theirs = torch.optim.AdamW([param], amsgrad=True)
     with pytest.raises(SweepInputError, match="amsgrad"):
         AdamW([param]).load_state_dict(theirs.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [(AdamW, torch.optim.AdamW), (SGD, torch.optim.SGD)], ids=["adamw", "sgd"]
+)
+def test_defaults_are_those_of_torch(ours: type, theirs: type) -> None:
+    def defaults(kind: type) -> dict[str, object]:
+        return {
+            n: p.default for n, p in inspect.signature(kind).parameters.items() if n != "shared"
+        }
+
+    # torch's Adam has this argument, and its AdamW sets it.
+    expected = defaults(theirs) | {"decoupled_weight_decay": True}
+    assert {name: expected[name] for name in defaults(ours)} == defaults(ours)
+
+
+def test_l2_of_one_is_added_to_the_gradient() -> None:
+    raw, master = torch.tensor([0.5, -2.0]), torch.tensor([3.0, 0.25])
+    for l2 in (0.0, 0.5, 1.0):
+        found = gradient(raw, master, Coefficients(scale=2.0, l2=l2))
+        assert torch.equal(found, 2.0 * raw + l2 * master)

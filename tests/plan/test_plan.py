@@ -124,6 +124,12 @@ def test_a_path_that_the_machine_lacks_is_rejected() -> None:
 
     with pytest.raises(PlanError, match=r"^nvme: /mnt/nvme is not on this machine; it has none"):
         plan.check(replace(machine(), storage=()))
+    (disk,), used = machine().storage, plan.peak(Tier.NVME)
+    for room in ({"free": used}, {"free": None, "capacity": used}, {"free": None}):
+        plan.check(replace(machine(), storage=(replace(disk, **room),)))
+    for room in ({"free": used - 1}, {"free": None, "capacity": used - 1}):
+        with pytest.raises(PlanError, match=r"^nvme: needs .*, but /mnt/nvme has"):
+            plan.check(replace(machine(), storage=(replace(disk, **room),)))
 
 
 def test_the_parts_of_a_tier_add_up_to_its_peak(plan: Plan) -> None:
