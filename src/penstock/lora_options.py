@@ -134,6 +134,8 @@ def _layers(name: str, text: str) -> tuple[int, ...]:
         if not first.isdecimal() or (sign and not last.isdecimal()) or len(part) > 12:
             _refuse(f"must have numbers such as 0-3+7 for {name}, got {text!r:.40}")
         stop = int(last or first) + 1
+        if stop <= int(first):  # no layer at all would mean every layer
+            _refuse(f"must have ranges of {name} that count up, got {text!r:.40}")
         if stop - int(first) > LARGEST_RANK:
             _refuse(f"has too many {name}: {text!r:.40}")
         found += range(int(first), stop)

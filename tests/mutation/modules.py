@@ -70,6 +70,7 @@ TESTS = (
     "tests/data", "tests/optim", "tests/plan", "tests/checkpoint", "tests/train", "tests/engine",
     "tests/test_records.py", "tests/test_settings.py", "tests/test_roles.py",
     "tests/test_ticket.py", "tests/test_units.py", "tests/test_record_files.py",
+    "tests/test_lora_options.py",
     "tests/faults/test_engine_refusals.py", "tests/faults/test_engine_failures.py",
     "tests/faults/test_engine_bounded.py", "tests/faults/test_engine_queued.py",
     "tests/faults/test_model_refusals.py", "tests/model", "tests/planner", "tests/equivalence",
