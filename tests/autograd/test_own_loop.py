@@ -14,7 +14,7 @@ import transformers
 from torch.nn import functional
 
 import penstock as ps
-from penstock.errors import BatchError, EngineError, UnsupportedModelError
+from penstock.errors import BatchError, EngineError, SettingsError, UnsupportedModelError
 from tests.support.engines import plain_model, tiny_config
 
 SMALL: dict[str, Any] = {
@@ -340,3 +340,16 @@ def test_a_directory_is_streamed_without_a_model_in_memory(tmp_path: Path) -> No
         _train(model, optimizer, 0, 1)
     with pytest.raises(EngineError, match="is closed"):
         model(**batch)
+
+
+def test_several_processes_are_refused_before_the_model_is_touched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    launcher = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
+                "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}  # fmt: skip
+    for name, value in launcher.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(
+        SettingsError, match=r"world_size: is 2, but penstock\.stream trains in one"
+    ):
+        ps.stream(object(), tokens=64)  # type: ignore[arg-type]
