@@ -28,7 +28,10 @@ class LoraOptions:
     """Factor of the adapters, divided by the rank (`lora_alpha`); None for twice the rank."""
 
     targets: tuple[str, ...] = ("all-linear",)
-    """Modules that get an adapter, or `all-linear` (`target_modules`)."""
+    """Modules that get an adapter, `all-linear`, or `none` (`target_modules`)."""
+
+    parameters: tuple[str, ...] = ()
+    """Parameters that get an adapter, such as `experts.down_proj` (`target_parameters`)."""
 
     exclude: tuple[str, ...] = ()
     """Modules that get none (`exclude_modules`)."""
@@ -82,6 +85,10 @@ class LoraOptions:
             _refuse(f"must have an alpha above 0, got {options.scale:g}")
         if not 0 <= options.dropout < 1:
             _refuse(f"must have a dropout of at least 0 and below 1, got {options.dropout:g}")
+        if "none" in options.targets and (len(options.targets) > 1 or not options.parameters):
+            _refuse("with targets=none, needs the names of parameters in parameters=")
+        if options.parameters and options.layers:
+            _refuse("has layers=, which PEFT does not apply to parameters=; leave one of them out")
         if options.layers and options.targets == ("all-linear",):
             _refuse("with layers=, needs the names of modules in targets=, e.g. q_proj+v_proj")
         return options
@@ -158,5 +165,5 @@ def _choice(name: str, text: str, choices: Sequence[str]) -> str:
 
 _VALUES = {
     "r": _whole, "alpha": _number, "dropout": _number, "bias": _bias, "init": _init,
-    "layers": _layers, **dict.fromkeys(("targets", "exclude", "save"), _names),
+    "layers": _layers, **dict.fromkeys(("targets", "parameters", "exclude", "save"), _names),
 }  # fmt: skip

@@ -188,6 +188,8 @@ class MergedWeights:
         tensors = {t.name: t for block in self.inventory.blocks for t in block.tensors}
         for local, _ in module.named_parameters():
             name = f"{path}.{local}"
+            if _is_elsewhere(module, local) and local != leaf:
+                continue
             if local == leaf:
                 yield local, value
             elif self._adapter.is_own(name):
@@ -283,10 +285,20 @@ def _modules_by_tensor(model: nn.Module, adapter: Adapter) -> dict[str, list[tup
     for path, module in model.named_modules():
         if isinstance(module, BaseTunerLayer) and isinstance(module, nn.Module):
             for leaf, parameter in module.named_parameters():
-                if not adapter.is_own(f"{path}.{leaf}"):
+                if not adapter.is_own(f"{path}.{leaf}") and not _is_elsewhere(module, leaf):
                     name = base_name(first[id(parameter)])
                     found.setdefault(name, []).append((path, leaf))
     return found
+
+
+def _is_elsewhere(module: Any, leaf: str) -> bool:
+    """Return whether merging a module needs a tensor in it neither as weight nor as a factor.
+
+    Adapters of parameters, such as those of experts, are nested, and each changes one parameter.
+    """
+    changed = getattr(module, "parameter_name", None)
+    inner = leaf.startswith("base_layer.")
+    return changed is not None and inner and leaf.rpartition(".")[2] != changed
 
 
 def _replaced_tensors(names: Mapping[str, str], adapter: Adapter) -> dict[str, str]:

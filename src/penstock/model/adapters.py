@@ -68,8 +68,22 @@ class Adapter:
         try:
             self._inject(copy.deepcopy(self.config), model, low_cpu_mem_usage=True)
         except ValueError as problem:  # for example, no module has the name of a target
-            raise SettingsError("lora", f"cannot be used with this model: {problem}") from None
+            hint = ""
+            if "ParamWrapper" in str(problem) and getattr(self.config, "lora_dropout", None):
+                hint = " PEFT adapts the experts of this model: leave dropout out, or name targets"
+            raise SettingsError(
+                "lora", f"cannot be used with this model: {problem}{hint}"
+            ) from None
+        self._check_parameters(model)
         return model
+
+    def _check_parameters(self, model: nn.Module) -> None:
+        """Raise SettingsError unless every parameter that the config names has an adapter."""
+        wanted = getattr(self.config, "target_parameters", None) or ()
+        names = [f".{base_name(name)}" for name, _ in model.named_parameters()]
+        for target in wanted:
+            if not any(name.endswith(f".{target}") for name in names):
+                raise SettingsError("lora", f"names {target}, and the model has no such parameter")
 
     def _inject(self, config: Any, model: nn.Module, **options: Any) -> None:
         from peft import inject_adapter_in_model
@@ -79,6 +93,8 @@ class Adapter:
             warnings.filterwarnings("ignore", ".*fan_in_fan_out is set to False.*")
             # `lora_adapter` asks for it whether the model has tied weights or not.
             warnings.filterwarnings("ignore", "You have requested `ensure_weight_tying`.*")
+            # PEFT writes these patterns itself, and uses them: their targets are parameters.
+            warnings.filterwarnings("ignore", r".*_pattern keys did not match.*gate_up_proj.*")
             inject_adapter_in_model(config, model, adapter_name=self.name, **options)
 
     def is_own(self, name: str) -> bool:
@@ -143,7 +159,9 @@ def base_name(name: str) -> str:
     if COPIES in name:
         module, _, rest = name.partition(COPIES)
         name = f"{module}.{rest.partition('.')[2]}"
-    return name.replace(BASE_LAYER, ".").replace(ORIGINAL, ".")
+    while BASE_LAYER in name:  # several adapters of parameters of one module are nested
+        name = name.replace(BASE_LAYER, ".")
+    return name.replace(ORIGINAL, ".")
 
 
 def lora_adapter(options: LoraOptions) -> Adapter:
@@ -157,12 +175,13 @@ def lora_adapter(options: LoraOptions) -> Adapter:
         raise SettingsError(
             "lora", "needs the package peft, which is not installed: run `pip install peft`"
         ) from None
-    names = options.targets
+    named = [] if options.targets == ("none",) else list(options.targets)
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=options.r,
         lora_alpha=options.scale,  # type: ignore[arg-type]
-        target_modules="all-linear" if names == ("all-linear",) else list(names),
+        target_modules="all-linear" if named == ["all-linear"] else named,
+        target_parameters=list(options.parameters) or None,
         exclude_modules=list(options.exclude) or None,
         layers_to_transform=list(options.layers) or None,
         modules_to_save=list(options.save) or None,

@@ -24,6 +24,12 @@ from torch import nn
 EXPERTS = "penstock"
 """Name under which transformers finds the function."""
 
+PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
+"""Names of the fused matrices of experts."""
+
+_FACTORS = "_penstock_factors"
+"""Attribute of a module with experts: PEFT's wrappers of its matrices that have an adapter."""
+
 KERNEL_ALIGNMENT = 16
 """Bytes to which the rows of matrices must be aligned for torch's grouped product."""
 
@@ -57,6 +63,14 @@ def has_fused_experts(module: nn.Module) -> bool:
 def has_experts(layer: nn.Module) -> bool:
     """Return whether a layer has fused experts."""
     return any(has_fused_experts(module) for module in layer.modules())
+
+
+def add_factors(module: nn.Module, name: str, wrapper: Any) -> None:
+    """Add an adapter to one of the fused matrices: PEFT's wrapper, which holds its two factors.
+
+    It is in a dict, so that the wrapper does not become a submodule of what it wraps.
+    """
+    vars(module).setdefault(_FACTORS, {})[name] = wrapper
 
 
 def experts_forward(
@@ -93,12 +107,46 @@ def _ends(experts: torch.Tensor, count: int) -> torch.Tensor:
 def _project(module: Any, name: str, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """Multiply the rows of each expert with its matrix, and add its bias."""
     weight = getattr(module, name)
-    out: torch.Tensor = _GroupedLinear.apply(  # type: ignore[no-untyped-call]
-        rows.to(weight.dtype), weight, offsets, module.is_transposed
-    )
+    out = _grouped(rows.to(weight.dtype), weight, offsets, module.is_transposed)
     if module.has_bias:
         bias = getattr(module, f"{name}_bias")
         out = out + _Bias.apply(bias, offsets, rows.shape[0])  # type: ignore[no-untyped-call]
+    wrapper = vars(module).get(_FACTORS, {}).get(name)
+    if wrapper is not None and not wrapper.disable_adapters:
+        out = out + _adapt(wrapper, module.is_transposed, rows, offsets)
+    return out
+
+
+def _adapt(
+    wrapper: Any, transposed: bool, rows: torch.Tensor, offsets: torch.Tensor
+) -> torch.Tensor:
+    """Multiply the rows of each expert with the two factors of its adapter.
+
+    PEFT has the first factors of all experts in one matrix, `[experts * rank, features]`, and the
+    second ones in another, `[features, rank * experts]`. The product of both has the shape of the
+    expert's matrix, so which factor comes first depends on whether that is transposed.
+    """
+    (name,) = wrapper.active_adapters
+    first, second = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight
+    first = first.reshape(wrapper.num_experts, -1, first.shape[-1])
+    second = second.reshape(second.shape[0], -1, wrapper.num_experts).permute(2, 0, 1).contiguous()
+    # Versions of PEFT differ in whether they swap the two for matrices of `[outputs, inputs]`.
+    if getattr(wrapper, "_did_swap_in_out_features", False) != transposed:
+        inner = _grouped(rows.to(first.dtype), first, offsets, False)
+        out = _grouped(inner, second, offsets, False)
+    else:
+        inner = _grouped(rows.to(first.dtype), second, offsets, True)
+        out = _grouped(inner, first, offsets, True)
+    scaled: torch.Tensor = out * wrapper.scaling[name]
+    return scaled
+
+
+def _grouped(
+    rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, transposed: bool
+) -> torch.Tensor:
+    out: torch.Tensor = _GroupedLinear.apply(  # type: ignore[no-untyped-call]
+        rows, weight, offsets, transposed
+    )
     return out
 
 

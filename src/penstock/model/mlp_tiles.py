@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from penstock.model.experts import has_fused_experts, leave_notes_to_caller, note_rows
+from penstock.model.parameter_adapters import outermost
 
 
 def tile_mlps(layers: Sequence[nn.Module], tile: int) -> None:
@@ -33,14 +34,17 @@ def tile_mlps(layers: Sequence[nn.Module], tile: int) -> None:
         mlp = getattr(layer, "mlp", None)
         routed = [module for module in layer.modules() if has_fused_experts(module)]
         if routed:
-            for module in (*routed, *_shared_experts(layer)):
+            for module in routed:
+                leave_notes_to_caller(module)
+            # With adapters of experts, their weights belong to PEFT's wrappers.
+            experts = [outermost(layer, module) for module in routed]
+            for module in (*experts, *_shared_experts(layer)):
                 _tile(module, tile)
         elif isinstance(mlp, nn.Module) and _takes_hidden_states_only(mlp):
             _tile(mlp, tile)
 
 
 def _tile(module: nn.Module, tile: int) -> None:
-    leave_notes_to_caller(module)
     module.forward = _TiledForward(module, module.forward, tile)
 
 

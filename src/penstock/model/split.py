@@ -32,6 +32,7 @@ from penstock.model.experts import Routing, noting_routing, tap_routers, use_exp
 from penstock.model.inventory import Inventory
 from penstock.model.layer_probe import Arguments, LayerProbes
 from penstock.model.mlp_tiles import draws_in_tiles, tile_mlps
+from penstock.model.parameter_adapters import replace_parametrizations
 from penstock.model.router_loss import RouterLoss, RouterSums, head_options
 from penstock.model.varlen_attention import DocumentSpans
 
@@ -126,6 +127,7 @@ class SplitModel:
         table = f"{inventory.blocks[0].name}.weight"
         self.embedding_width = self._shapes.get(table, (inventory.hidden,))[-1]
         use_experts_function(self.layers)
+        replace_parametrizations(self.layers)
         self.router_loss = RouterLoss.of(model.config)
         """The auxiliary loss of the model's routers, if its config asks for it."""
         if self.router_loss is not None and not tap_routers(model, self.layers):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import inspect
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -332,9 +333,14 @@ class _TensorsByBlock:
 
 
 def _linear_weights(body: nn.Module) -> set[str]:
-    """Return the names of the weights of linear modules, without those of an adapter."""
+    """Return the names of the weights of linear modules, without those of an adapter.
+
+    The fused matrices of experts count: in the files of most models, each expert has linear ones.
+    """
     from torch import nn
     from transformers.pytorch_utils import Conv1D  # GPT-2's: a linear module, transposed
+
+    from penstock.model.experts import PROJECTIONS, has_fused_experts
 
     adapter = find_adapter(body)
     names = (
@@ -342,7 +348,15 @@ def _linear_weights(body: nn.Module) -> set[str]:
         for path, module in body.named_modules()
         if isinstance(module, nn.Linear | Conv1D)
     )
-    return {name for name in names if adapter is None or not adapter.is_own(name)}
+    fused = (
+        f"{path}.{leaf}"
+        for path, module in body.named_modules()
+        if has_fused_experts(module)
+        for leaf in PROJECTIONS
+        if leaf in module._parameters
+    )
+    found = itertools.chain(names, fused)
+    return {name for name in found if adapter is None or not adapter.is_own(name)}
 
 
 # Fields that model families name differently.
