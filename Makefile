@@ -105,7 +105,7 @@ $(VENV)/docs-tools: $(VENV)/tools requirements/docs.txt requirements/docs-constr
 	@touch $@
 
 docs: $(VENV)/built $(VENV)/docs-tools
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "build/site/index.html"
 
 bench: $(VENV)/built

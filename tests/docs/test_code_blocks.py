@@ -20,6 +20,7 @@ import torch
 import typer.main
 
 from penstock.cli.main import app
+from penstock.settings import merge_layers, read_yaml
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md"])
@@ -134,6 +135,16 @@ def test_python_of_a_page_runs(
     for skipped, language, text in blocks(page):
         if language == "python" and not skipped:
             exec(compile(smaller(text), page.name, "exec"), variables)
+
+
+@pytest.mark.parametrize(("name", "at"), [("train.md", 0), ("from-axolotl.md", 1)])
+def test_yaml_of_a_page_is_a_configuration(name: str, at: int, tmp_path: Path) -> None:
+    text = [t for _, language, t in blocks(ROOT / "docs" / name) if language == "yaml"][at]
+    (tmp_path / "run.yaml").write_text(text)
+    settings = merge_layers([("run.yaml", read_yaml(tmp_path / "run.yaml"))])
+
+    assert (settings.data.context, settings.schedule.batch) == (4096, 32)
+    assert settings.schedule.lr == 1e-5
 
 
 # Commands.

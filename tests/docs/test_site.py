@@ -67,6 +67,8 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
         target, _, anchor = link.partition("#")
         if target.startswith(("http:", "https:")) or anchor.startswith("only-"):
             continue
+        if page.parent == DOCS and target in GENERATED:  # `make docs` checks these
+            continue
         path = (page.parent / target).resolve() if target else page
         assert path.exists(), link
         if anchor and path.suffix == ".md":
