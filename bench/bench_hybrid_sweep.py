@@ -31,7 +31,7 @@ from penstock.planner.plan_view import plan_json
 from penstock.units import GiB, MiB
 
 SHARED = (0, 220, 300)
-"""Rates of sweep and copies together that plans are made for, in GB/s; 0 for the machine's file."""
+"""Rates of sweep and copies together that plans are made for, in GB/s; 0 for sweeps on the CPU."""
 
 RATES_SIZE = 128 * 10**6
 """Parameters of one pass of the measured sweep."""
@@ -50,8 +50,9 @@ def make_plans(selected: Sequence[Cell], args: argparse.Namespace) -> None:
     for cell in selected:
         for shared in SHARED:
             result = plan_cell(
-                cell, args.plans, compiled=not args.tiny, traced=not args.tiny, shared=shared * 1e9
-            )
+                cell, args.plans, compiled=not args.tiny, traced=not args.tiny,
+                shared=shared * 1e9, gpu_sweeps=shared > 0,
+            )  # fmt: skip
             path = args.plans / f"{arm_name(cell, shared)}.json"
             result.plan.save(path)
             predicted = plan_json(result)

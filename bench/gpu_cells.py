@@ -17,6 +17,7 @@ from penstock.machine.machine import Figure, Machine, MemoryRate
 from penstock.machine.presets import preset
 from penstock.model.inventory import Inventory
 from penstock.planner import PlanResult, make_plan
+from penstock.planner.search import THOROUGH
 from penstock.settings import Settings
 
 MACHINE = "h200"
@@ -169,12 +170,14 @@ def survey_model(cell: Cell) -> Inventory:
 
 
 def plan_cell(
-    cell: Cell, scratch: Path, *, compiled: bool = True, traced: bool = False, shared: float = 0.0
-) -> PlanResult:
+    cell: Cell, scratch: Path, *, compiled: bool = True, traced: bool = False, shared: float = 0.0,
+    gpu_sweeps: bool = True,
+) -> PlanResult:  # fmt: skip
     """Plan a cell for the machine of the table. Needs no GPU.
 
     With `traced`, working memory is that of the model's own code, and the plan may keep layers.
-    `shared` replaces the rate of a sweep and copies together, in bytes per second.
+    `shared` replaces the rate of a sweep and copies together, in bytes per second. `gpu_sweeps`
+    says whether the GPU may sweep blocks in host memory.
     """
     from penstock.engine.memory_source import working_memory_source
     from penstock.plan.budget import parse_budget, with_paths
@@ -187,7 +190,8 @@ def plan_cell(
     workload = workload_for(inventory, settings_of(cell), compiled=compiled)
     config = config_of(cell.shape, cell.context) if traced else None
     source = working_memory_source(config, machine)
-    return make_plan(inventory, workload, budget, machine, source=source)
+    effort = replace(THOROUGH, gpu_sweeps=gpu_sweeps)
+    return make_plan(inventory, workload, budget, machine, source=source, effort=effort)
 
 
 def with_shared_rate(machine: Machine, rate: float) -> Machine:

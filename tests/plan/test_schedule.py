@@ -279,6 +279,20 @@ def all_on_frozen(evaluator: PlanEvaluator) -> Candidate:
     return replace(candidate, locations=locations)
 
 
+def test_weights_that_the_gpu_swept_are_fetched_from_host_memory_after_they_are_back() -> None:
+    evaluator = evaluator_for(3, tied=False, gpu_piece=1 << 16)
+    blocks = range(len(evaluator.inventory.blocks))
+    candidate = replace(all_on(evaluator, Location.DRAM), gpu_swept=frozenset(blocks))
+    operations = step_schedule(evaluator.inventory, evaluator.placement(candidate)).operations
+
+    for block in blocks:
+        own = [at for at, op in enumerate(operations) if op.block == block]
+        back = {at for at in own if operations[at].lane == "drain states"}
+        fetch = next(operations[at] for at in own if operations[at].lane == "fetch")
+        assert len(back) > 1
+        assert back <= set(fetch.after)
+
+
 def test_everything_in_hbm_moves_nothing() -> None:
     evaluator = evaluator_for(layers=3, tied=True)
     schedule = step_schedule(

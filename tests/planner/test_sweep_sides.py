@@ -83,6 +83,15 @@ def test_the_cpu_sweeps_what_the_gpu_cannot_or_need_not(
     assert on_gpu(planned(machine, **changes).plan) == []
 
 
+def test_a_search_without_sweeps_on_the_gpu_makes_none() -> None:
+    effort = replace(QUICK, gpu_sweeps=False)
+    budget = Budget(hbm=5 * GiB, dram=64 * GiB)
+
+    result = make_plan(MODEL, work(MODEL, 2048, 4), budget, shared_at(300e9), effort=effort)
+
+    assert on_gpu(result.plan) == []
+
+
 def test_states_on_disk_are_swept_by_the_cpu() -> None:
     machine = shared_at(300e9)
     budget = Budget(

@@ -56,6 +56,9 @@ class SearchEffort:
     rounds: int = 3
     """How many numbers of rounds to try, of those that fit."""
 
+    gpu_sweeps: bool = True
+    """Whether the GPU may sweep blocks in host memory, where that is faster."""
+
 
 THOROUGH = SearchEffort()
 """The effort for a plan that will be used."""
@@ -89,7 +92,8 @@ def search(
         found = next(iter(_search(evaluator, effort)), None)
     if found is None:
         return None
-    return share_sweeps(evaluator, keep_layers(evaluator, found, exact=exact), exact=exact)
+    kept = keep_layers(evaluator, found, exact=exact)
+    return share_sweeps(evaluator, kept, exact=exact) if effort.gpu_sweeps else kept
 
 
 MakeEvaluator = Callable[[DriveWeights | None], PlanEvaluator]
