@@ -32,6 +32,24 @@ def pytest_report_header() -> str:
     return f"penstock: memory nodes {', '.join(map(str, nodes))}"
 
 
+START_FIRST = (
+    *("tests/train/test_several_ranks.py", "tests/faults/test_engine_bounded.py"),
+    *("tests/equivalence/test_plans.py", "tests/equivalence/test_optimizers.py"),
+    *("tests/equivalence/test_adapters.py", "tests/conformance/test_placement.py"),
+    *("tests/cli/test_plan.py", "tests/fuzz/test_commands.py", "tests/train/test_plan_agrees.py"),
+    *("tests/generate/test_compiled_layers.py", "tests/campaign/test_campaign.py"),
+    *("tests/engine/test_trace_memory.py", "tests/equivalence/test_against_torch.py"),
+)
+"""The files that take longest. They start first, so that no process of `make test` is left alone
+with one of them at the end."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    root = config.rootpath
+    order = {root / name: at for at, name in enumerate(START_FIRST)}
+    items.sort(key=lambda item: order.get(item.path, len(order)))
+
+
 def pytest_collection_finish() -> None:
     """What is there now stays to the end: collections need not walk it again."""
     gc.collect()

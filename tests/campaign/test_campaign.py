@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,8 +14,7 @@ from tests.campaign.tiny_runs import saved_step
 from tests.fuzz.draw import judge
 from tests.fuzz.edits import Edit
 from tests.fuzz.inputs import Case
-
-REPO = Path(__file__).parents[2]
+from tests.support import fork_server
 
 SEED = 20261116
 
@@ -41,10 +38,7 @@ def test_a_sample_of_each_kind_ends_well(kind: str, tmp_path: Path) -> None:
 def run_cases(kind: str, cases: int, folder: Path) -> None:
     results = folder / "results.jsonl"
     options = ["--cases", str(cases), "--seed", str(SEED), "--results", str(results)]
-    ran = subprocess.run(
-        [sys.executable, "-m", "tests.campaign", "--kind", kind, *options],
-        cwd=REPO, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    ran = fork_server.run(["-m", "tests.campaign", "--kind", kind, *options])
     assert ran.returncode == 0, f"{ran.stdout}\n{ran.stderr}"
     if "NOT RUN" in ran.stdout:
         pytest.skip(ran.stdout.strip().splitlines()[-1])

@@ -33,11 +33,11 @@ def fit(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     ("known", "folder"),
     [
         ("qwen2.5-3b", "qwen2.5-3b"),
-        ("olmo-2-7b", "olmo-2-7b"),
         *(
             pytest.param(*names, marks=pytest.mark.long)
             for names in (
                 ("llama-3.1-8b", "llama-3.1-8b"),
+                ("olmo-2-7b", "olmo-2-7b"),
                 ("llama-3.3-70b", "llama-3.1-70b"),
                 ("qwen3-8b", "qwen3-8b"),
             )

@@ -17,6 +17,7 @@ from penstock.errors import PenstockError, PlanError
 from penstock.machine.presets import DEFAULT, preset
 from penstock.plan.budget import GPU_PROCESS, check_paths, parse_budget, with_paths
 from penstock.plan.plan import Plan
+from penstock.plan.working_memory_estimate import estimate_working_memory
 from penstock.planner.advice import Advice
 from penstock.tiers import Tier
 from penstock.units import GiB, MiB, format_seconds
@@ -27,6 +28,15 @@ SMALL = ["--context", "512", "--batch", "4", "--hbm", "3GiB", "--machine", "desk
 app = typer.Typer(pretty_exceptions_enable=False)
 app.command("plan")(plan_command)
 app.command("machines")(machines_command)
+
+
+@pytest.fixture
+def no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Estimate working memory: tracing the model takes much longer than planning."""
+    monkeypatch.setattr(
+        "penstock.engine.plan_choice.working_memory_source",
+        lambda *_, **__: estimate_working_memory,
+    )
 
 
 @pytest.fixture
@@ -179,6 +189,7 @@ def test_vary_plots_a_curve(
     assert (tmp_path / "plan-dram.png").stat().st_size > 1000
 
 
+@pytest.mark.usefixtures("no_trace")
 def test_vary_agrees_with_plan_and_starts_from_budgets_that_do_not_fit(
     penstock: Callable[..., Result], tmp_path: Path
 ) -> None:
@@ -201,6 +212,7 @@ def test_vary_agrees_with_plan_and_starts_from_budgets_that_do_not_fit(
     assert "error: " in none.output
 
 
+@pytest.mark.usefixtures("no_trace")
 def test_a_budget_above_the_machine_is_for_a_machine_that_has_it(
     penstock: Callable[..., Result], tmp_path: Path
 ) -> None:

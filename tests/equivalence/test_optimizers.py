@@ -123,7 +123,6 @@ def assert_same(results: dict[str, Result]) -> None:
     ("ways", "steps", "family", "work"),
     [
         pytest.param(FEW, 4, "llama", {}, id="few plans"),
-        pytest.param((RESIDENT, DISK), 3, "qwen3", {"dtype": "fp32"}, id="fp32"),
         *(
             pytest.param(WAYS, 20, family, {"dtype": dtype}, marks=pytest.mark.long)
             for family in FAMILIES

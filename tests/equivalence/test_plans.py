@@ -106,7 +106,7 @@ def test_moments_of_every_format_are_the_same_under_every_plan(
     """Stochastic rounding depends on seed, step, tensor and element only."""
     setup = Setup.of("llama", moments=moments)
 
-    results = train_each(setup, FEW, tmp_path, steps=6)
+    results = train_each(setup, FEW, tmp_path, steps=4)
 
     assert_same(results)
     assert_equal_to_the_plain_loop(setup, results[RESIDENT.name])
@@ -118,7 +118,7 @@ def test_fp16_is_the_same_under_every_plan(tmp_path: Path) -> None:
     for way in FEW:
         with setup.engine(way, tmp_path) as engine:
             engine.scale.value = 1024.0
-            losses, norms = follow(engine, setup.batches(6))
+            losses, norms = follow(engine, setup.batches(4))
             results[way.name] = Result(losses, norms, state_of(engine))
 
     assert_same(results)
@@ -226,7 +226,7 @@ def test_a_loss_in_chunks_is_the_same_under_every_plan(tied: bool, tmp_path: Pat
     ways = (RESIDENT, WAYS[3], DISK) if tied else FEW
     assert setup.work.has_head_sum
 
-    results = train_each(setup, ways, tmp_path, steps=6)
+    results = train_each(setup, ways, tmp_path, steps=4)
 
     assert_same(results)
 

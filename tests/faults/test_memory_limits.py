@@ -32,6 +32,7 @@ def train(runs: Runs, out: Path, limit: int, *flags: str) -> subprocess.Complete
         )  # fmt: skip
 
 
+@pytest.mark.long  # tests/machine/test_limits.py has the budgets under a limit
 def test_auto_budgets_are_for_the_limit_and_not_for_the_machine(runs: Runs, tmp_path: Path) -> None:
     done = train(runs, tmp_path / "out", 1300 * MiB)
 

@@ -29,7 +29,7 @@ PUBLISHED = {
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-8b": 8_190_735_360,
 }
-SAMPLE = ("gemma-3-1b", "gpt2", "llama-3.1-8b", "mixtral-8x7b", "phi-3-mini")
+SAMPLE = ("gemma-3-1b", "gpt2", "mixtral-8x7b", "phi-3-mini")
 TIED = {"gemma-2-2b", "gemma-3-1b", "gpt2", "qwen2.5-3b"}
 NOT_PLAIN = {"gpt2"}
 """Models whose attention Penstock's kernels do not support: it uses dropout."""

@@ -280,7 +280,10 @@ def test_a_70b_model_can_be_planned() -> None:
 
 @pytest.mark.parametrize(
     ("name", "dram", "most_timed", "most_bounded"),
-    [("llama-3.1-8b", "60GiB", 150, 4000), ("llama-3.1-70b", "60GiB", 60, 2000)],
+    [
+        ("llama-3.1-8b", "60GiB", 150, 4000),
+        pytest.param("llama-3.1-70b", "60GiB", 60, 2000, marks=pytest.mark.long),
+    ],
 )
 def test_few_candidates_have_to_be_timed(
     name: str, dram: str, most_timed: int, most_bounded: int, monkeypatch: pytest.MonkeyPatch

@@ -118,7 +118,8 @@ class _Server:
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair()
         with theirs:
-            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            # huggingface_hub reads its variable when it is imported. No test may use the network.
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.support.fork_server", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()], cwd=REPO, env=environment,
