@@ -106,7 +106,7 @@ $(VENV)/docs-tools: $(VENV)/tools requirements/docs.txt requirements/docs-constr
 
 docs: $(VENV)/built $(VENV)/docs-tools
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
-	@echo "build/site/index.html"
+	@echo "build/site/index.html; for its search: $(BIN)/python -m http.server -d build/site"
 
 bench: $(VENV)/built
 	$(BIN)/python bench/bench_placement.py $(ARGS)

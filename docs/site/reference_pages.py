@@ -44,7 +44,7 @@ def on_files(files: Any, config: Any) -> Any:
         "reference/commands": commands_page,
         "reference/settings": settings_page,
         "reference/errors": errors_page,
-        "decisions/index": decisions_page,
+        "decisions/all": decisions_page,
     }
     for name, make in pages.items():
         content = "\n".join(make()) + "\n"

@@ -19,7 +19,7 @@ GENERATED = {
     "reference/commands.md",
     "reference/settings.md",
     "reference/errors.md",
-    "decisions/index.md",
+    "decisions/all.md",
 }
 """Pages that `make docs` makes from the code."""
 
