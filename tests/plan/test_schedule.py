@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from penstock.plan.buffers import STATES, states_nbytes
 from penstock.plan.build_schedule import evaluation_schedule, step_schedule, sweep_schedule
 from penstock.plan.lifetimes import (
+    BufferKind,
     gradient_lifetimes,
     staging_lifetimes,
     state_lifetimes,
@@ -22,8 +23,9 @@ from penstock.plan.placement_index import PlacementIndex
 from penstock.plan.schedule import COMPUTE, Operation, Schedule, Verb
 from penstock.planner.candidate import Candidate, Location
 from penstock.planner.evaluator import PlanEvaluator
-from penstock.roles import Role
+from penstock.roles import EXTENT, Role
 from penstock.tiers import Tier
+from penstock.units import round_up
 from tests.support.schedule_checker import ScheduleChecker, all_on, cases, evaluator_for
 
 Case = tuple[PlanEvaluator, Candidate]
@@ -316,6 +318,20 @@ def test_a_gradient_stored_in_hbm_is_not_offloaded() -> None:
     offloaded = {op.block for op in schedule.operations if op.roles == (Role.GRADIENT,)}
 
     assert offloaded == {0, 2, 3, 4}
+
+
+def test_a_sum_of_gradients_has_four_bytes_for_each_element() -> None:
+    evaluator = evaluator_for(layers=3, tied=False)
+    placement = evaluator.placement(all_on(evaluator, Location.DRAM))
+    schedule = step_schedule(evaluator.inventory, placement)
+    formats = evaluator.workload.formats(1)
+    found = gradient_lifetimes(evaluator.inventory, schedule, placement, formats)
+    sums = {
+        each.key.block: each.nbytes for each in found if each.key.kind is BufferKind.GRADIENT_SUM
+    }
+    elements = [block.parameters(True) for block in evaluator.inventory.blocks]
+    assert sums == {n: round_up(4 * count, EXTENT) for n, count in enumerate(elements)}
+    assert max(elements) > EXTENT, "rounding would hide a wrong size"
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 3])
