@@ -18,6 +18,7 @@ from penstock.tiers import Tier
 from penstock.units import GiB, MiB, TiB
 from tests.support.machines import machine
 from tests.support.models import llama, work
+from tests.support.schedule_checker import may_pass_through_hbm
 
 NVME = (PathBudget(path="/mnt/nvme", nbytes=TiB),)
 HOST = (Location.DRAM, Location.CXL, Location.NVME)
@@ -42,9 +43,10 @@ def random_candidate(draw: random.Random, count: int) -> Candidate:
 
     locations = tuple(block(0 < i < count - 1) for i in range(count))
     slots = draw.choice((2, 3, 4))
-    return Candidate(
-        locations, rounds=draw.choice((1, 2)), slots=slots, ahead=draw.randrange(1, slots)
-    )
+    rounds, ahead = draw.choice((1, 2)), draw.randrange(1, slots)
+    passing = (i for i, each in enumerate(locations) if may_pass_through_hbm(each))
+    swept = frozenset(i for i in passing if draw.random() < 0.5)
+    return Candidate(locations, rounds=rounds, slots=slots, ahead=ahead, gpu_swept=swept)
 
 
 @pytest.mark.parametrize("tied", [False, True])
