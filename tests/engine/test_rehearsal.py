@@ -401,7 +401,7 @@ def test_a_cpu_rehearses_only_on_request() -> None:
     assert lines[-1] == "loading weights"
 
 
-@pytest.mark.parametrize("backend", ["aot_eager"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.long)])
 def test_steps_after_a_rehearsal_compile_nothing(
     backend: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -61,7 +61,7 @@ def test_tokens_equal_those_of_a_dynamic_cache(
 
 
 def test_another_cache_or_more_rows_are_not_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    compile_by("aot_eager", monkeypatch)
+    compile_by("eager", monkeypatch)
     model, prompts = tiny_model("llama"), random_prompts((9, 3, 21, 14, 30, 5, 11))
     expected = [reference_tokens(model, prompt, 12) for prompt in prompts]
     layers = CompiledDecodeLayers(model)
@@ -75,7 +75,7 @@ def test_another_cache_or_more_rows_are_not_compiled_again(monkeypatch: pytest.M
 
 
 def test_tokens_are_equal_without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    compile_by("aot_eager", monkeypatch)
+    compile_by("eager", monkeypatch)
     model, prompts = tiny_model("llama"), random_prompts(LENGTHS)
     expected = [reference_tokens(model, prompt, 8) for prompt in prompts]
 
@@ -96,7 +96,7 @@ def test_the_default_compiler_gives_the_same_tokens() -> None:
 
 
 def test_the_model_is_unchanged_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    compile_by("aot_eager", monkeypatch)
+    compile_by("eager", monkeypatch)
     model = tiny_model("llama")
 
     with compiled_generator(model) as generator:
@@ -120,7 +120,7 @@ def test_a_forward_replaced_later_is_restored() -> None:
 
 
 def test_hooks_of_layers_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    compile_by("aot_eager", monkeypatch)
+    compile_by("eager", monkeypatch)
     model = copy.deepcopy(tiny_model("llama"))
     find_layers(model)[1].register_forward_hook(lambda _module, _given, out: out + 0.5)
     prompts = random_prompts((17, 9))
@@ -203,7 +203,7 @@ def neox() -> Any:
 def test_layers_get_the_cache_under_any_name_or_position(
     make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compile_by("aot_eager", monkeypatch)
+    compile_by("eager", monkeypatch)
     torch.manual_seed(0)
     model, prompts = make().eval(), random_prompts((17, 9))
     with torch.no_grad():
@@ -302,7 +302,7 @@ def test_only_the_layers_of_the_decoder_are_found() -> None:
 
 
 def test_moved_weights_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    compile_by("aot_eager", monkeypatch)
+    compile_by("eager", monkeypatch)
     model, prompt = tiny_model("qwen2"), random_prompts((17,))[0]
     weight = find_layers(model)[1].get_parameter("mlp.down_proj.weight")
     was = weight.data

@@ -79,10 +79,13 @@ HARD_GRADS = (
         *((grads, torch.bfloat16) for grads in (random_grads, huge_grads, alternating_grads)),
     ],
 )
-def test_the_error_of_adamw_is_no_larger_than_torchs(grads: Grads, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("steps", [250, pytest.param(STEPS, marks=pytest.mark.long)])
+def test_the_error_of_adamw_is_no_larger_than_torchs(
+    grads: Grads, dtype: torch.dtype, steps: int
+) -> None:
     torch.manual_seed(0)
     initial = torch.randn(N).to(dtype)
-    all_grads = [grads(step).to(dtype) for step in range(1, STEPS + 1)]
+    all_grads = [grads(step).to(dtype) for step in range(1, steps + 1)]
     grads_at = lambda step: all_grads[step - 1]  # noqa: E731
     settings = {"lr": 1e-3, "weight_decay": 0.1}
     ours, theirs, truth = (
@@ -91,9 +94,9 @@ def test_the_error_of_adamw_is_no_larger_than_torchs(grads: Grads, dtype: torch.
         initial.double().requires_grad_(),
     )
     optimizer = AdamW([ours], **settings)
-    run(optimizer, ours, grads_at, STEPS)
-    run(torch.optim.AdamW([theirs], foreach=False, **settings), theirs, grads_at, STEPS)
-    run(torch.optim.AdamW([truth], foreach=False, **settings), truth, grads_at, STEPS)
+    run(optimizer, ours, grads_at, steps)
+    run(torch.optim.AdamW([theirs], foreach=False, **settings), theirs, grads_at, steps)
+    run(torch.optim.AdamW([truth], foreach=False, **settings), truth, grads_at, steps)
     master = formats.read_master(ours.detach(), optimizer.state[ours].get("low"))
     worst, mean = errors(master, truth.detach())
     their_worst, their_mean = errors(theirs.detach(), truth.detach())
