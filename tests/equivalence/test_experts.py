@@ -12,8 +12,9 @@ import torch
 import penstock
 from penstock.engine.optimizer import decay_matrices
 from penstock.errors import UnsupportedModelError
-from tests.equivalence.runs import DRAM, FEW, KEPT, RESIDENT, WAYS, Setup, Way, train
+from tests.equivalence.runs import DRAM, FEW, KEPT, RESIDENT, WAYS, Setup, Way, differing, train
 from tests.equivalence.test_plans import assert_same, train_each
+from tests.equivalence.test_ranks import train_on_ranks
 from tests.support.engines import EXPERTS
 
 BALANCED = ("olmoe", "qwen3_moe", "mixtral", "gpt_oss")
@@ -142,3 +143,23 @@ def test_a_loss_of_the_callers_refuses_the_auxiliary_loss() -> None:
 
     with pytest.raises(UnsupportedModelError, match="output_router_logits is on"):
         penstock.stream(setup.source, tokens=32, budget={"hbm": "1GiB", "dram": "1GiB"})
+
+
+@pytest.mark.parametrize(
+    ("family", "way"),
+    [
+        pytest.param("olmoe", WAYS[3], id="olmoe"),
+        pytest.param("qwen3_moe", WAYS[8], id="qwen3_moe", marks=pytest.mark.long),
+    ],
+)
+def test_two_ranks_give_the_bits_of_one(family: str, way: Way, tmp_path: Path) -> None:
+    """With the auxiliary loss: each rank has the router sums of its own micro-batches."""
+    setup = experts_setup(family)
+    batches = setup.batches(2)
+    one = train_on_ranks(setup, RESIDENT, tmp_path, 1, batches)
+
+    two = train_on_ranks(setup, way, tmp_path, 2, batches)
+
+    assert two.losses == one.losses
+    assert two.norms == one.norms
+    assert differing(one.state, two.state) == []

@@ -116,7 +116,8 @@ class Adapter:
         elif name.endswith(".bias"):
             entries = ["lora_bias"]
         else:
-            entries = ["target_modules", "exclude_modules", "layers_to_transform"]
+            entries = ["target_modules", "target_parameters", "exclude_modules"]
+            entries.append("layers_to_transform")
         values = {entry: _as_json(getattr(self.config, entry, None)) for entry in entries}
         stated = {entry: value for entry, value in values.items() if value or entry == entries[0]}
         return ", ".join(f"{entry}: {json.dumps(value)}" for entry, value in stated.items())
