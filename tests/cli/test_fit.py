@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from penstock.cli.fit import fit_command
 from penstock.model.known_models import KNOWN_MODELS
-from penstock.model.survey import survey
+from penstock.model.survey import survey, survey_config
 from penstock.units import GiB
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -40,6 +40,8 @@ def fit(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
                 ("olmo-2-7b", "olmo-2-7b"),
                 ("llama-3.3-70b", "llama-3.1-70b"),
                 ("qwen3-8b", "qwen3-8b"),
+                ("mixtral-8x7b", "mixtral-8x7b"),
+                ("qwen3-30b-a3b", "qwen3-30b-a3b"),
             )
         ),
     ],
@@ -57,11 +59,36 @@ def test_the_sizes_are_those_of_the_published_config(known: str, folder: str) ->
         assert getattr(mine_layer, name) == getattr(their_layer, name), name
 
 
+EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "olmoe-1b-7b": ("Olmoe", {"intermediate_size": 1024}),
+    "gpt-oss-20b": ("GptOss", {"num_hidden_layers": 24, "num_local_experts": 32}),
+    "glm-4.5-air": ("Glm4Moe", {"attention_bias": True, "head_dim": 128}),
+}
+"""The family, and what its config has in place of the defaults of transformers."""
+
+
+@pytest.mark.parametrize(
+    "known", ["gpt-oss-20b", *(pytest.param(k, marks=pytest.mark.long)
+                               for k in EXPERTS if k != "gpt-oss-20b")],
+)  # fmt: skip
+def test_the_sizes_of_experts_are_those_of_transformers(known: str) -> None:
+    family, changes = EXPERTS[known]
+    config = getattr(transformers, f"{family}Config")(**changes)
+    mine, theirs = KNOWN_MODELS[known].inventory(known), survey_config(config, name=known)
+
+    assert [block.parameters() for block in mine.blocks] == [
+        block.parameters() for block in theirs.blocks
+    ]
+    for name in ("matmul_elements", "query_width", "key_value_width", "mlp_width"):
+        assert getattr(mine.layers[-1], name) == getattr(theirs.layers[-1], name), name
+
+
 PUBLISHED = {
     "qwen3-0.6b": 0.596, "llama-3.2-1b": 1.236, "qwen2.5-1.5b": 1.544, "qwen3-1.7b": 1.721,
     "llama-3.2-3b": 3.213, "qwen3-4b": 4.022, "mistral-7b": 7.248, "qwen2.5-7b": 7.616,
     "gemma-2-9b": 9.242, "mistral-nemo-12b": 12.248, "phi-4": 14.660, "qwen3-14b": 14.768,
-    "mistral-small-24b": 23.572, "qwen2.5-32b": 32.764, "qwen3-32b": 32.762,
+    "mistral-small-24b": 23.572, "qwen3-30b-a3b": 30.532, "mixtral-8x7b": 46.703,
+    "qwen2.5-32b": 32.764, "qwen3-32b": 32.762,
 }  # fmt: skip
 """Parameters in billions, as the models' pages state them."""
 
