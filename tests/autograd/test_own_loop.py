@@ -109,6 +109,19 @@ def test_the_norm_is_that_of_the_engine_and_scales_the_update() -> None:
         assert float(norm) == torch.tensor(model.engine.grad_norm).item()
 
 
+def test_gradients_are_scaled_one_by_one_and_together() -> None:
+    model, _ = streamed()
+    with model:
+        z_loss(model, padded_batch(0)).backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        norms = [float(gradient.norm()) for gradient in gradients]
+        torch._foreach_mul_(gradients, 0.5)
+        gradients[0].mul_(3.0).div_(4.0)
+        found = [float(gradient.norm()) for gradient in gradients]
+    expected = [0.375 * norms[0], *(0.5 * norm for norm in norms[1:])]
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
 def test_what_a_gradient_cannot_do_is_refused() -> None:
     model, optimizer = streamed()
     with model:
