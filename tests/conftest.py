@@ -33,7 +33,7 @@ def pytest_report_header() -> str:
 
 
 START_FIRST = (
-    *("tests/train/test_several_ranks.py", "tests/faults/test_engine_bounded.py"),
+    "tests/train/test_several_ranks.py",
     *("tests/equivalence/test_plans.py", "tests/equivalence/test_optimizers.py"),
     *("tests/equivalence/test_adapters.py", "tests/conformance/test_placement.py"),
     *("tests/cli/test_plan.py", "tests/fuzz/test_commands.py", "tests/train/test_plan_agrees.py"),

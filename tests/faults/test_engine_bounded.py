@@ -107,6 +107,7 @@ BUDGETS = {
 }
 
 
+@pytest.mark.long  # tests/engine/test_memory_usage.py compares a small process with its plan
 def test_peak_memory_stays_within_the_plan_with_everything_on_disk(tmp_path: Path) -> None:
     peak, allowed = run_within(tmp_path, "nnnn", context=512, batch=1)
 
