@@ -117,7 +117,13 @@ def test_every_page_with_python_runs_it_or_says_why_not() -> None:
     assert sorted(listed) == sorted(RUN)
 
 
-@pytest.mark.parametrize("name", RUN)
+LONG = {"train.md", "lora.md", "generate.md"}
+"""Pages whose code takes longest; `make test-long` runs it."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.long] if n in LONG else []) for n in RUN]
+)
 def test_python_of_a_page_runs(
     name: str, variables: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
