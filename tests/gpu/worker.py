@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import time
+import warnings
 from typing import Any, TextIO
 
 import pytest
@@ -83,7 +84,9 @@ def _release_last_failure() -> None:
     for name in ("last_type", "last_value", "last_traceback", "last_exc"):
         if hasattr(sys, name):
             delattr(sys, name)
-    gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # files that the failed test left open
+        gc.collect()
 
 
 def _reason(report: Any) -> str:

@@ -4,7 +4,8 @@ Importing them takes seconds of CPU time in every child process, and a fork take
 program that starts here behaves as one that `subprocess.Popen` starts: it has its own standard
 streams, environment and working directory, it can be killed, and it exits as Python does. Use it
 where a test needs a process, but not the start of one. The server is single-threaded and computes
-nothing with torch, since a fork has no copies of other threads.
+nothing with torch, since a fork has no copies of other threads. Where an import starts a thread, as
+builds of torch for CUDA do, programs start as usual.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ IMPORTED = (
     *("penstock.engine.prepare", "penstock.engine.engine", "penstock.integrations"),
 )
 """What programs of tests import. Those that import more import it themselves."""
+
+FORKS, HAS_THREADS = b"f", b"t"
+"""The first byte from the server: whether it can fork."""
 
 CHILDREN_SECONDS = [0.0]
 """CPU time of programs that have ended, for `cpu_time.py`."""
@@ -125,6 +129,7 @@ class _Server:
                 pass_fds=[theirs.fileno()], cwd=REPO, env=environment,
             )  # fmt: skip
         atexit.register(self.close)
+        self.forks = self._socket.recv(1) == FORKS
 
     def start(self, request: Mapping[str, Any]) -> Child:
         ours, theirs = socket.socketpair()
@@ -150,10 +155,17 @@ class _Server:
 _servers: dict[int, _Server] = {}
 
 
-def start(arguments: Sequence[str], *, env: Mapping[str, str] | None = None) -> Child:
+def start(
+    arguments: Sequence[str], *, env: Mapping[str, str] | None = None
+) -> Child | subprocess.Popen[str]:
     """Start `python ARGUMENTS`, which are `-m MODULE ...` or `-c CODE ...`."""
     if os.getpid() not in _servers:  # a fork of this process must not use its server
         _servers[os.getpid()] = _Server()
+    if not _servers[os.getpid()].forks:
+        return subprocess.Popen(
+            [sys.executable, *arguments], env=env, encoding="utf-8",
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
     request = {
         "arguments": list(arguments),
         "env": dict(os.environ if env is None else env),
@@ -249,8 +261,12 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # a collection in a fork would copy the pages of all objects
     tasks = len(list(Path("/proc/self/task").iterdir()))
-    assert tasks == 1, f"{tasks} threads: a fork would have copies of their locks only"
-    request = serve(socket.socket(fileno=int(sys.argv[1])))
+    requests = socket.socket(fileno=int(sys.argv[1]))
+    if tasks > 1:  # a fork would have copies of their locks only
+        requests.sendall(HAS_THREADS)
+        return
+    requests.sendall(FORKS)
+    request = serve(requests)
     if request is not None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         _run_program(request)

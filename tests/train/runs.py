@@ -86,7 +86,7 @@ class Runs:
         """Train in this process."""
         return run_command(self.flags(out, *more))
 
-    def start(self, out: Path, *more: str) -> fork_server.Child:
+    def start(self, out: Path, *more: str) -> fork_server.Child | subprocess.Popen[str]:
         """Start training in a child process."""
         return fork_server.start(["-m", "penstock", *self.flags(out, *more)])
 
