@@ -62,6 +62,7 @@ def test_an_adapter_that_is_added_later_is_refused() -> None:
     model.base_model.inject_adapter(model.base_model.model, "second")
     with pytest.raises(EngineError, match=r"before penstock\.stream"):
         model(**padded_batch(0))
+    model.close()
 
 
 def test_a_copy_of_a_new_adapter_is_the_model_with_the_adapter_off() -> None:
@@ -104,3 +105,4 @@ def test_an_adapter_with_trained_copies_cannot_be_switched_off() -> None:
         model(**padded_batch(0))
     with pytest.raises(UnsupportedModelError, match="is trained as well"):
         model.add_adapter("ref", model.peft_config["default"])
+    model.close()

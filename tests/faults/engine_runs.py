@@ -89,9 +89,18 @@ def slow_writes(monkeypatch: pytest.MonkeyPatch, seconds: float = 0.003) -> None
     monkeypatch.setattr(Store, "start_write", start_write)
 
 
+_before_the_test: list[threading.Thread] = []
+
+
+def note_threads() -> None:
+    """Note the threads that tests of other files have left running in this process."""
+    _before_the_test[:] = threading.enumerate()
+
+
 def engine_threads() -> list[str]:
-    """Return the names of all threads that engines started."""
-    return [t.name for t in threading.enumerate() if t.name.startswith("penstock ")]
+    """Return the names of all threads that engines have started since the test began."""
+    started = [t for t in threading.enumerate() if t not in _before_the_test]
+    return [t.name for t in started if t.name.startswith("penstock ")]
 
 
 def layers(monkeypatch: pytest.MonkeyPatch) -> Trap:
