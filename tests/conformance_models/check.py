@@ -96,7 +96,12 @@ def examine_config(config: Any, folder: Path, dtype: Dtype = "bf16") -> Outcome:
         with _engine(source, dtype) as engine, _late_refusals():
             return Outcome("right", _compare(engine, batch, exact, rounded, folder))
     except (UnsupportedModelError, SurveyError) as refusal:
-        reason = _one_line(refusal).removeprefix(f"{source}: ").replace(str(source), "the model")
+        reason = (
+            _one_line(refusal)
+            .removeprefix(f"{source}: ")
+            .removeprefix(f"{source}/config.json: ")
+            .replace(str(source), "the model")
+        )
         generic = any(words in reason for words in _GENERIC)
         if generic or _EXCEPTION.search(reason.partition(";")[0]):
             if problem:
