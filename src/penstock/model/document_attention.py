@@ -149,9 +149,9 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor that the GPU's kernels can read 16 bytes at a time, if code is compiled.
 
     torch checks this when it chooses a kernel, but compiled code calls one without a look at
-    addresses. Latent attention passes a slice of one product as its values (DeepSeek's). Where a
-    slice begins cannot be asked here without splitting the compiled code in two, so its width
-    answers: the parts of a row whose width and whose own width are multiples begin at multiples.
+    addresses. Latent attention passes a slice of one product as its values (DeepSeek's). Asking for
+    the address at which a slice begins would split the compiled code in two. So its sizes decide: a
+    slice starts at a multiple of 16 bytes if its rows, and the rows of the product, are multiples.
     """
     if not (tensor.is_cuda and torch.compiler.is_compiling()):
         return tensor
