@@ -48,8 +48,25 @@ def test_plans_give_equal_bits(family: str, compiled: bool, tmp_path: Path) -> N
         assert all(torch.equal(tensors[name], first[name]) for name in first)
 
 
-def test_20_steps_in_fp32_are_those_of_peft_in_plain_torch(tmp_path: Path) -> None:
-    model = adapted("llama", **SIZES)
+@pytest.mark.filterwarnings("ignore:.*_pattern keys did not match.*gate_up_proj")
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_plans_give_equal_bits_with_adapters_of_experts(compiled: bool, tmp_path: Path) -> None:
+    results = []
+    for way in (RESIDENT, DRAM, IN_HBM, ON_DISK):
+        model = adapted("olmoe", lora(), dtype=torch.bfloat16, **SIZES)
+        losses = train(model, way, tmp_path, 3, dtype="bf16", compiled=compiled)
+        results.append((losses, trained(model)))
+    (first_losses, first), *others = results
+    assert any(".experts." in name for name in first)
+    for losses, tensors in others:
+        assert losses == first_losses
+        assert all(torch.equal(tensors[name], first[name]) for name in first)
+
+
+@pytest.mark.filterwarnings("ignore:.*_pattern keys did not match.*gate_up_proj")
+@pytest.mark.parametrize("family", ["llama", "olmoe"])
+def test_20_steps_in_fp32_are_those_of_peft_in_plain_torch(family: str, tmp_path: Path) -> None:
+    model = adapted(family, **SIZES)
     plain = copy.deepcopy(model).to("cuda")
     frozen = {name for name, p in plain.named_parameters() if not p.requires_grad}
     losses = train(model, IN_HBM, tmp_path, 20, dtype="fp32")
