@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import signal
 from collections.abc import Iterator
 
@@ -11,6 +10,7 @@ import pytest
 from penstock.machine.sysfs import System
 from penstock.memory.placement import Place
 from tests.support.cpu_time import CpuTime
+from tests.support.long_lived import LongLived
 from tests.support.memory_places import places_here
 
 
@@ -22,6 +22,7 @@ def place(request: pytest.FixtureRequest) -> Place:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(CpuTime())
+    config.pluginmanager.register(LongLived())
     # A shell starts what it puts into the background with Ctrl-C ignored, and tests press it.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -48,12 +49,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     root = config.rootpath
     order = {root / name: at for at, name in enumerate(START_FIRST)}
     items.sort(key=lambda item: order.get(item.path, len(order)))
-
-
-def pytest_collection_finish() -> None:
-    """What is there now stays to the end: collections need not walk it again."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")
