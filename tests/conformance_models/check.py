@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 import shutil
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,8 +82,7 @@ def examine_config(config: Any, folder: Path, dtype: Dtype = "bf16") -> Outcome:
     source, batch = folder / "source", _batch()
     try:
         plain = _plain_model(config, dtype)
-        exact = _gradients(plain.float(), batch)
-        rounded = exact if dtype == "fp32" else _gradients(plain.bfloat16(), batch)
+        references = [_references(plain, each, dtype) for each in (batch, _packed(batch))]
         plain.save_pretrained(source)
         problem = ""
     except Exception as error:
@@ -94,7 +94,7 @@ def examine_config(config: Any, folder: Path, dtype: Dtype = "bf16") -> Outcome:
             _engine(source, dtype, init="none").close()
             raise _WrongError(f"{DOES_NOT_RUN}: {problem}")
         with _engine(source, dtype) as engine, _late_refusals():
-            return Outcome("right", _compare(engine, batch, exact, rounded, folder))
+            return Outcome("right", _compare(engine, batch, references, folder))
     except (UnsupportedModelError, SurveyError) as refusal:
         reason = (
             _one_line(refusal)
@@ -154,10 +154,23 @@ def _batch() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": labels}
 
 
+def _packed(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the batch with rows of two documents."""
+    row = torch.cat([torch.arange(end - start) for start, end in itertools.pairwise(BOUNDS)])
+    return batch | {"position_ids": row.expand_as(batch["input_ids"]).clone()}
+
+
 def _loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    logits = model(input_ids=batch["input_ids"], use_cache=False).logits
+    """Return the mean loss; the model computes documents of packed rows one after another."""
+    ids, labels = batch["input_ids"], batch["labels"]
+    bounds = BOUNDS if "position_ids" in batch else (0, ids.shape[1])
+    logits = [
+        model(input_ids=ids[:, start:end], use_cache=False).logits[:, :-1].float()
+        for start, end in itertools.pairwise(bounds)
+    ]
+    targets = [labels[:, start + 1 : end] for start, end in itertools.pairwise(bounds)]
     return torch.nn.functional.cross_entropy(
-        logits[:, :-1].float().flatten(0, 1), batch["labels"][:, 1:].flatten()
+        torch.cat(logits, dim=1).flatten(0, 1), torch.cat(targets, dim=1).flatten()
     )
 
 
@@ -165,6 +178,19 @@ def _loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 class _Gradients:
     loss: float
     tensors: dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _References:
+    """What the plain model computes in fp32, and in the type that Penstock computes in."""
+
+    exact: _Gradients
+    rounded: _Gradients
+
+
+def _references(plain: Any, batch: dict[str, torch.Tensor], dtype: Dtype) -> _References:
+    exact = _gradients(plain.float(), batch)
+    return _References(exact, exact if dtype == "fp32" else _gradients(plain.bfloat16(), batch))
 
 
 def _gradients(model: Any, batch: dict[str, torch.Tensor]) -> _Gradients:
@@ -200,15 +226,17 @@ def _text_names(model: Any) -> Callable[[str], str]:
 def _compare(
     engine: Engine,
     batch: dict[str, torch.Tensor],
-    exact: _Gradients,
-    rounded: _Gradients,
+    references: Sequence[_References],
     folder: Path,
 ) -> str:
+    alone, packed = references
+    packing = _check_packed_gradients(engine, batch, packed)
     loss = float(engine.forward_backward(batch))
-    largest = _check_gradients(engine, loss, exact, rounded)
+    largest = _check_gradients(engine, loss, alone)
     engine.apply()
     _check_causality(engine, batch)
-    packing = _check_packing(engine, batch)
+    if not packing:
+        _check_packing(engine, batch)
     _check_saved(engine, batch, folder / "source", folder / "saved")
     return f"{largest:.4f}{packing}"
 
@@ -237,8 +265,25 @@ def _engine(source: Path, dtype: Dtype, **arguments: Any) -> Engine:
             raise
 
 
-def _check_gradients(engine: Engine, loss: float, exact: _Gradients, rounded: _Gradients) -> float:
+def _check_packed_gradients(
+    engine: Engine, batch: dict[str, torch.Tensor], references: _References
+) -> str:
+    """Compare a step of packed documents; return a note if the model takes none."""
+    try:
+        loss = float(engine.forward_backward(_packed(batch)))
+    except (UnsupportedModelError, BatchError):
+        return ", packed documents refused"
+    try:
+        _check_gradients(engine, loss, references)
+    except _WrongError as wrong:
+        raise _WrongError(f"packed documents: {wrong}") from None
+    engine.clear_gradients()
+    return ""
+
+
+def _check_gradients(engine: Engine, loss: float, references: _References) -> float:
     """Compare with fp32; the plain bf16 model's own error is the measure of what is allowed."""
+    exact, rounded = references.exact, references.rounded
     share = 1e-3 if exact is rounded else 1e-2  # what another order of sums may change
     allowed = 2 * abs(rounded.loss - exact.loss) + 0.1 * share * abs(exact.loss)
     if not abs(loss - exact.loss) <= allowed:
@@ -285,15 +330,12 @@ def _check_causality(engine: Engine, batch: dict[str, torch.Tensor]) -> None:
         raise _WrongError(f"not causal: later tokens change the loss {before:.4f} -> {after:.4f}")
 
 
-def _check_packing(engine: Engine, batch: dict[str, torch.Tensor]) -> str:
+def _check_packing(engine: Engine, batch: dict[str, torch.Tensor]) -> None:
+    """Tokens of a document change no loss of the next one in the row."""
     ids = batch["input_ids"]
     first, end = BOUNDS[1], BOUNDS[2]
-    row = torch.cat([torch.arange(first), torch.arange(end - first)])
-    packed = {"input_ids": ids, "position_ids": row.expand_as(ids).clone()}
-    try:
-        before = _loss_of(engine, packed, first, end)
-    except (UnsupportedModelError, BatchError):
-        return ", packed documents refused"
+    packed = _packed({"input_ids": ids})
+    before = _loss_of(engine, packed, first, end)
     other = {k: v.clone() for k, v in packed.items()}
     other["input_ids"][:, :first] = 7
     after = _loss_of(engine, other, first, end)
@@ -302,7 +344,6 @@ def _check_packing(engine: Engine, batch: dict[str, torch.Tensor]) -> str:
     alone = _loss_of(engine, {"input_ids": ids[:, first:end]}, 0, end - first)
     if abs(alone - before) > 3e-4 * abs(alone):
         raise _WrongError(f"packed document: loss {before:.4f}, alone {alone:.4f}")
-    return ""
 
 
 def _check_saved(engine: Engine, batch: dict[str, torch.Tensor], source: Path, saved: Path) -> None:
