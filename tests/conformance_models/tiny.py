@@ -159,7 +159,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def tiny_config(case: str) -> Any:
     """Return a config of a model with a few ten thousand parameters, for a family or variant."""
-    family, changes = VARIANTS.get(case, (case, {}))
+    return tiny_variant(*VARIANTS.get(case, (case, {})))
+
+
+def tiny_variant(family: str, changes: Mapping[str, Any]) -> Any:
+    """Return a tiny config of a family with some fields of another value."""
     return _tiny(CONFIG_MAPPING[family], changes)
 
 

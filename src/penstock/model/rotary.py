@@ -42,14 +42,16 @@ def document_lengths(positions: torch.Tensor) -> torch.Tensor:
 
 
 def _by_document(module: nn.Module, original: Callable[..., Tables]) -> Callable[..., Tables]:
-    def forward(x: torch.Tensor, position_ids: torch.Tensor, **options: Any) -> Tables:
-        limit = _longest_short_document(module, options.get("layer_type"))
+    def forward(x: torch.Tensor, position_ids: torch.Tensor, layer_type: Any = None) -> Tables:
+        # Only the embeddings of models with several types of layers take this argument.
+        kind = () if layer_type is None else (layer_type,)
+        limit = _longest_short_document(module, layer_type)
         if limit is None:
-            return original(x, position_ids, **options)
+            return original(x, position_ids, *kind)
         is_long = document_lengths(position_ids) > limit
         # Each call sees the positions of one kind only, and chooses the frequencies of that kind.
-        short = original(x, torch.where(is_long, 0, position_ids), **options)
-        long = original(x, torch.where(is_long, position_ids, 0), **options)
+        short = original(x, torch.where(is_long, 0, position_ids), *kind)
+        long = original(x, torch.where(is_long, position_ids, 0), *kind)
         chosen = is_long[..., None]
         return tuple(torch.where(chosen, a, b) for a, b in zip(long, short, strict=True))
 

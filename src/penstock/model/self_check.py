@@ -11,6 +11,7 @@ compared; then tokens are changed, to see which outputs depend on them.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
@@ -161,10 +162,26 @@ class _Check:
     def verdict(self) -> Verdict:
         """Try the model with Penstock's attention, and if that is not right, with its own."""
         found = self._verdict_with(own_attention=False)
-        if found.not_trainable:
-            own = self._verdict_with(own_attention=True)
-            return found if own.not_trainable else own
-        return found
+        if not found.not_trainable:
+            return found
+        if getattr(self.config, "output_router_logits", False):
+            # Nothing notes what the routers of layers with their own attention code do.
+            return self._without_router_loss(found)
+        own = self._verdict_with(own_attention=True)
+        return found if own.not_trainable else own
+
+    def _without_router_loss(self, found: Verdict) -> Verdict:
+        """Return why the model is refused: for the auxiliary loss of its routers, or as found."""
+        config = copy.deepcopy(self.config)
+        config.output_router_logits = False
+        without = _Check(self.model_class, config, self.path, self.adapter).verdict()
+        if without.not_trainable or "output_router_logits" in found.not_trainable:
+            return found
+        return Verdict(
+            f"output_router_logits is on, and Penstock does not compute the loss that "
+            f"{self.model_class.__name__} adds for it, if any; set it to false with --model-config "
+            f"output_router_logits=false"
+        )
 
     def _build(self, attention: str | None) -> nn.Module:
         return build_twin(self.model_class, self.config, attention, adapter=self.adapter)
@@ -176,6 +193,8 @@ class _Check:
             expected = _Results.of(plain, self.ids)
             if _draws_in_layers(plain, self.path, self.ids):
                 return Verdict(self._random())
+            if rewritten := _changed_by_loading(plain):
+                return Verdict(self._changes(rewritten))
         except UnsupportedModelError as problem:
             return Verdict(str(problem))
         except Exception as problem:  # the model's own code may raise any exception for these sizes
@@ -241,6 +260,14 @@ class _Check:
             f"{self.model_class.__name__} draws random numbers in training in addition to dropout, "
             f"to choose experts; if its config has router_jitter_noise, set it to 0 "
             f"with --model-config router_jitter_noise=0.0"
+        )
+
+    def _changes(self, name: str) -> str:
+        return (
+            f"{self.model_class.__name__} changes {name} whenever transformers loads it, so a "
+            f"checkpoint would not load as the model that was trained; if its config has "
+            f"rescale_prenorm_residual, set it to false with --model-config "
+            f"rescale_prenorm_residual=false"
         )
 
     def _own_attention(self, plain: nn.Module) -> str:
@@ -429,6 +456,26 @@ def _draws_in_layers(plain: nn.Module, path: str, ids: torch.Tensor) -> bool:
         not torch.equal(before, after)
         for before, after in zip(states[::2], states[1::2], strict=True)
     )
+
+
+def _changed_by_loading(model: Any) -> str:
+    """Return the name of a parameter that transformers changes after it has read it; "" if none.
+
+    After it has read a file, transformers initializes the parameters that the file does not have.
+    Mamba's code for that also scales a parameter that was read. The model's weights are lost here,
+    if there is such a parameter.
+    """
+    if not is_known_code(type(model)):
+        return ""  # other classes may have their own way to load files
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for part in model.modules():
+        part._is_hf_initialized = False
+        for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False)):
+            tensor._is_hf_initialized = True
+    with torch.no_grad():
+        model.initialize_weights()
+    named = model.named_parameters()
+    return next((name for name, p in named if not torch.equal(p, before[name])), "")
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

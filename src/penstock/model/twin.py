@@ -98,7 +98,10 @@ EXPERTS: Mapping[str, int] = {
 """Counts of experts, of which a twin has no more than these. Each group of 16 experts in 4 groups
 has as many as a token chooses."""
 
-WINDOWS = ("sliding_window", "attention_window_size", "window_size", "attention_chunk_size")
+WINDOWS = (
+    *("sliding_window", "attention_window_size", "window_size", "attention_chunk_size"),
+    "floor_scale",  # Llama 4 scales queries by how many of these come before them in the row
+)
 LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
 KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "num_global_key_value_heads")
 TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id", "padding_idx")
@@ -122,10 +125,25 @@ def twin_config_of(model: nn.Module, layers_path: str) -> Any:
     The model may be on the meta device. A config's own checks may raise any exception.
     """
     found: Any = model.get_submodule(layers_path)
-    kinds = layer_kinds(list(found))
+    kinds = list(
+        zip(layer_kinds(list(found)), *_layer_names(model.config, len(found)), strict=True)
+    )
     firsts = {kind: index for index, kind in reversed(list(enumerate(kinds)))}
     count = min(len(kinds), max(LAYERS, *(index + 1 for index in firsts.values()), 0))
     return twin_config(model.config, count)
+
+
+def _layer_names(config: Any, layers: int) -> list[list[str]]:
+    """Return the lists of a config with a name for each layer, such as `layer_types`.
+
+    Models choose a layer's mask by such a name, of which the layer's modules may know nothing.
+    """
+    return [
+        value
+        for value in vars(config).values()
+        if isinstance(value, list) and len(value) == layers
+        if all(isinstance(name, str) for name in value)
+    ]
 
 
 def twin_class(model: nn.Module) -> type:
@@ -200,8 +218,8 @@ def _shrink_fields(twin: Any) -> None:
         twin.hidden_size = HIDDEN + HEADS * 8  # heads are not the hidden size divided, as here
     for name, count in shared.items():
         if isinstance(count, int) and count > 0:
-            # One head for all queries, one for each query, or groups, as in the model.
-            setattr(twin, name, 1 if count == 1 else HEADS if count == heads else HEADS // 2)
+            # One head for each query, one for all queries, or groups, as in the model.
+            setattr(twin, name, HEADS if count == heads else 1 if count == 1 else HEADS // 2)
     for name, most in EXPERTS.items():
         if isinstance(count := _field(twin, name), int) and not isinstance(count, bool):
             _set(twin, name, min(count, most))
