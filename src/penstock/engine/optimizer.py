@@ -2,18 +2,8 @@
 
 Its parameters have names and shapes but no memory: the values live in tiers and are read through
 `engine.state`. `step` asks the engine to apply the update; the arithmetic is in `penstock.optim`
-(`optim/rules.py` computes the coefficients, `optim/sweep.py` applies them). The docstring of
-`penstock.optim` explains how to add an optimizer for parameters in host memory.
-
-To add one to the engine as well:
-
-- `roles`: add its name to `OptimizerName`, and let `Formats.has` say which moments it has.
-- `optimizer_options`: add the defaults of its options, and check their values.
-- `plan.workload`: refuse moment formats that it does not support.
-- This module: add its coefficients to `_coefficients`.
-- `engine.state_view`: add the names of its moments to `STATE_KEYS`.
-- `tests/equivalence/test_optimizers.py`: compare its bits under several plans, and its losses with
-  plain torch.
+(`optim/rules.py` computes the coefficients, `optim/sweep.py` applies them).
+`docs/sweep.md` (Add an optimizer) lists the steps for a new one.
 """
 
 from __future__ import annotations
