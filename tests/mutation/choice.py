@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ LineMap = dict[str, dict[str, Any]]
 """By test: "seconds", and by module the "lines" that it runs."""
 
 
-def draw_sample(seed: int, count: int, only: str = "") -> list[Mutant]:
+def draw_sample(seed: int, count: int, only: Sequence[str] = ()) -> list[Mutant]:
     """Draw mutants without replacement; a larger count only adds to a smaller one."""
-    mutants = [mutant for path in MODULES if only in path for mutant in population(path)]
+    paths = [path for path in MODULES if not only or any(part in path for part in only)]
+    mutants = [mutant for path in paths for mutant in population(path)]
     random.Random(seed).shuffle(mutants)
     return list(islice(filter(_is_valid, mutants), count))
 

@@ -6,7 +6,9 @@ no more than its tests. A change of what runs at import needs a process that imp
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import importlib
 import json
 import os
 import signal
@@ -20,8 +22,9 @@ from typing import Any
 
 import pytest
 
-from tests.mutation.modules import ROOT
+from tests.mutation.modules import MODULES, ROOT
 from tests.mutation.mutants import Mutant
+from tests.mutation.redirect import redirect
 
 WORK = ROOT / "build/mutation"
 OUTPUT = WORK / "output.txt"
@@ -101,6 +104,7 @@ def run_imported(tests: list[str], source: Path) -> int:
     """Import the package from `source` and run tests. The package must not be imported before."""
     assert "penstock" not in sys.modules
     sys.path.insert(0, str(source))
+    redirect(str(source))
     return int(pytest.main([*_options(), "-x", *tests], plugins=[Reporter()]))
 
 
@@ -185,7 +189,11 @@ def _run_items(session: pytest.Session, items: list[pytest.Item]) -> int:
 
 
 def _live_functions() -> dict[str, list[FunctionType]]:
-    """Return all functions of the package, by file."""
+    """Return all functions of the modules that are changed, by file."""
+    for path in MODULES:  # some are imported only when they are used
+        name = path.removeprefix("src/").removesuffix(".py").replace("/", ".")
+        with contextlib.suppress(ImportError):  # a library may be missing that its tests need, too
+            importlib.import_module(name)
     gc.unfreeze()  # the conftest froze them, and frozen objects are not listed
     found: dict[str, list[FunctionType]] = {}
     for thing in gc.get_objects():

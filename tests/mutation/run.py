@@ -1,6 +1,6 @@
 """Test the tests: change the code in small ways, and see whether a test fails.
 
-    python -m tests.mutation.run [--seed N] [--count N] [--minutes N] [--only PATH]
+    python -m tests.mutation.run [--seed N] [--count N] [--minutes N] [--only PATH...]
 
 Mutants are a random sample over `modules.MODULES`, the same for the same seed and code; the seed is
 today's date unless you give one. Each runs the tests that execute its lines, the quickest first,
@@ -31,7 +31,7 @@ from collections import Counter
 from datetime import datetime
 from pathlib import Path
 
-from tests.mutation import fork
+from tests.mutation import fork, redirect
 from tests.mutation.choice import LineMap, choose_tests, draw_sample, read_line_map
 from tests.mutation.fork import WORK, Collected
 from tests.mutation.modules import MARKERS, ROOT, TESTS
@@ -86,7 +86,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--seconds", type=float, default=30, help="most seconds of tests per mutant"
     )
-    parser.add_argument("--only", default="", help="only modules whose path contains this")
+    parser.add_argument(
+        "--only", nargs="+", default=[], help="only modules whose path contains one of these"
+    )
     parser.add_argument("--again", action="store_true", help="run what survived again")
     parser.add_argument("--map", action="store_true", help="record the line map again")
     parser.add_argument("tests", nargs="*", help="tests to record")
@@ -121,6 +123,7 @@ def is_left(result: Result | None, again: bool) -> bool:
 def copy_sources() -> None:
     shutil.rmtree(SOURCE, ignore_errors=True)
     shutil.copytree(ROOT / "src", SOURCE, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(redirect.__file__, SOURCE / "sitecustomize.py")
 
 
 def import_libraries() -> None:
@@ -155,6 +158,8 @@ class Session:
         """Run a mutant, without the tests that fail on the unchanged code too."""
         while True:
             tests = [name for name in tests if self._passes.get(name, True)]
+            if not tests:
+                return "not covered", ""
             outcome, test = self._run_once(mutant, tests)
             if outcome != "killed" or not test:
                 return outcome, test

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import ast
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
+from tests.mutation import redirect
 from tests.mutation.choice import choose_tests, draw_sample, population
 from tests.mutation.modules import MODULES, NEEDS_HARDWARE, ROOT, TESTS
 from tests.mutation.mutants import Mutant, make_mutants
@@ -78,11 +84,25 @@ def test_what_runs_at_import_is_told_apart_from_what_runs_in_a_call() -> None:
 
 
 def test_the_sample_depends_on_the_seed_only_and_grows_at_its_end() -> None:
-    small, large = draw_sample(1, 20, "optim/"), draw_sample(1, 40, "optim/")
+    small, large = draw_sample(1, 20, ["optim/"]), draw_sample(1, 40, ["optim/"])
 
     assert large[:20] == small
-    assert draw_sample(2, 20, "optim/") != small
+    assert draw_sample(2, 20, ["optim/"]) != small
     assert {m.path.split("/")[2] for m in large} == {"optim"}
+    both = draw_sample(1, 40, ["optim/", "kept_layers"])
+    assert {m.path.split("/")[2] for m in both} == {"optim", "planner"}
+
+
+def test_processes_that_tests_start_import_the_changed_copy(tmp_path: Path) -> None:
+    (tmp_path / "penstock").mkdir()
+    (tmp_path / "penstock/__init__.py").write_text("CHANGED = True")
+    shutil.copy(redirect.__file__, tmp_path / "sitecustomize.py")
+    command = [sys.executable, "-c", "import penstock; print(penstock.CHANGED)"]
+
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+    assert found.stdout == "True\n", found.stderr
 
 
 def test_the_modules_and_tests_exist() -> None:
