@@ -164,9 +164,11 @@ def settings_of(cell: Cell) -> Settings:
 
 
 def survey_model(cell: Cell) -> Inventory:
+    from penstock.model.self_check import check_model
     from penstock.model.survey import survey_config
 
-    return survey_config(config_of(cell.shape, cell.context), name=cell.shape)
+    # The check finds out which attention a model can use, as in `prepare`.
+    return survey_config(config_of(cell.shape, cell.context), name=cell.shape, check=check_model)
 
 
 def plan_cell(

@@ -7,8 +7,10 @@ import itertools
 import pytest
 import torch
 
+from penstock.model.attention import attending_over
 from penstock.model.attention_launch import attention_workspace_nbytes
 from penstock.model.autograd_warmup import warm_up_autograd
+from penstock.model.document_attention import attend
 from penstock.model.varlen_attention import attend_packed, flatten_bounds
 from tests.model.attention_cases import Case, relative_errors
 
@@ -89,6 +91,30 @@ def test_fp32_is_exact_and_repeats_its_bits(
     for error in relative_errors(found, case.exact(inputs)):
         assert error < FP32
     assert all(torch.equal(a, b) for a, b in zip(found, case.attend(inputs), strict=True))
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_sinks_in_fp32_are_those_of_plain_code_and_repeat_their_bits(window: int | None) -> None:
+    bounds = [[0, *itertools.accumulate(DOCUMENTS)]]
+    drawn = torch.Generator(device="cuda").manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=cuda(), generator=drawn).requires_grad_()
+
+    tokens = sum(DOCUMENTS)
+    tensors = [draw(1, heads, tokens, 64) for heads in (8, 2, 2)]
+    sinks, weight = draw(8), draw(1, tokens, 8, 64).detach()
+    module = torch.nn.Module()
+    module.num_key_value_groups = 4
+    found = []
+    for documents in (bounds, *[flatten_bounds(bounds, cuda())] * 2):
+        with attending_over(documents):
+            out = attend(module, *tensors, None, sliding_window=window, s_aux=sinks)[0]
+        found.append((out, *torch.autograd.grad((out * weight).sum(), [*tensors, sinks])))
+
+    plain, kernels, again = found
+    assert max(relative_errors(list(kernels), list(plain))) < FP32
+    assert all(torch.equal(a, b) for a, b in zip(kernels, again, strict=True))
 
 
 @pytest.mark.parametrize(

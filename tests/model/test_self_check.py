@@ -125,14 +125,11 @@ def test_what_carries_state_across_packed_documents_is_named(
     assert mixer in inventory.mixes_documents
 
 
-def test_attention_sinks_are_computed_without_the_kernels() -> None:
-    fields = {**SMALL, "head_dim": 16}
+def test_attention_sinks_are_computed_with_the_kernels() -> None:
+    inventory = inspect("granite_swa", **SMALL, head_dim=16)
 
-    with_sinks, without = inspect("granite_swa", **fields), inspect("granite", **SMALL)
-
-    assert with_sinks.not_trainable == with_sinks.mixes_documents == ""
-    assert not with_sinks.plain_attention
-    assert without.plain_attention
+    assert inventory.not_trainable == inventory.mixes_documents == ""
+    assert inventory.plain_attention
 
 
 def test_layers_that_need_gradients_of_more_than_hidden_states_are_refused() -> None:

@@ -24,32 +24,33 @@ def make_inputs(shapes: tuple[tuple[int, ...], ...] = SHAPES) -> list[torch.Tens
 
 
 def attend(
-    tensors: list[torch.Tensor], bounds: Any, window: int | None, softcap: float | None = None
-) -> torch.Tensor:
+    tensors: list[torch.Tensor], bounds: Any, window: int | None, softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     module = torch.nn.Module()
     module.num_key_value_groups = tensors[0].shape[1] // tensors[1].shape[1]
     with attending_over(bounds):
         made = document_attention.attend(
-            module, *tensors, None, sliding_window=window, softcap=softcap
+            module, *tensors, None, sliding_window=window, softcap=softcap, s_aux=sinks
         )
     return made[0]
 
 
+@pytest.mark.parametrize("sinks", [None, [3.0, -2.0, 0.5, 8.0]], ids=["", "sinks"])
 @pytest.mark.parametrize("softcap", [None, 0.5])
 @pytest.mark.parametrize("window", [None, 1, 3, 10, 64])
-def test_one_call_equals_one_call_per_document(window: int | None, softcap: float | None) -> None:
-    """In fp32, for outputs and gradients."""
-    one, other = (
-        attend(make_inputs(), b, window, softcap) for b in (flatten_bounds(BOUNDS, CPU), BOUNDS)
-    )
-    torch.testing.assert_close(one, other)
-
-    weight = torch.randn(one.shape, generator=torch.Generator().manual_seed(1))
+def test_one_call_equals_one_call_per_document(
+    window: int | None, softcap: float | None, sinks: list[float] | None
+) -> None:
+    """In fp32, for outputs and gradients, also of sinks."""
     made = []
     for bounds in (flatten_bounds(BOUNDS, CPU), BOUNDS):
         tensors = make_inputs()
-        out = attend(tensors, bounds, window, softcap)
-        made.append(torch.autograd.grad((out * weight).sum(), tensors))
+        given = None if sinks is None else torch.tensor(sinks, requires_grad=True)
+        out = attend(tensors, bounds, window, softcap, given)
+        weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+        inputs = tensors if given is None else [*tensors, given]
+        made.append((out, *torch.autograd.grad((out * weight).sum(), inputs)))
     for actual, wanted in zip(*made, strict=True):
         torch.testing.assert_close(actual, wanted)
 

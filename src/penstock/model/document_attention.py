@@ -92,10 +92,10 @@ def _attend_documents(
         return causal(query, key, value)
     if isinstance(documents, DocumentSpans):
         assert not options.dropout, "the attention kernels do not support dropout"
-        assert options.sinks is None, "the attention kernels do not support sinks"
         out = attend_packed(
             query, key, value, documents,
             scale=options.scaling, window=options.window, softcap=options.softcap,
+            sinks=options.sinks,
         )  # fmt: skip
         if documents.padding is not None:
             out = out.masked_fill(documents.padding[:, :, None, None], 0.0)

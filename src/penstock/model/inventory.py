@@ -329,8 +329,8 @@ class Inventory:
     norm or a projection before the first layer, its backward pass needs the weights."""
 
     plain_attention: bool = False
-    """Whether Penstock's attention kernels support the attention: no dropout, no sinks, keys and
-    values of one head size, at most 256 and a multiple of 8."""
+    """Whether Penstock's attention kernels support the attention: no dropout, keys and values of
+    one head size, at most 256 and a multiple of 8."""
 
     own_attention: bool = False
     """Whether layers compute attention with their own code, which Penstock cannot replace. Such a

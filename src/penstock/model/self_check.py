@@ -64,9 +64,6 @@ class Verdict:
     not_trainable: str = ""
     """Why Penstock cannot train the model; empty if it can."""
 
-    has_sinks: bool = False
-    """Whether layers use attention sinks, which Penstock's attention kernels do not support."""
-
     own_attention: bool = False
     """Whether layers compute attention with their own code, one call for each document."""
 
@@ -87,8 +84,7 @@ def check_model(model: nn.Module, inventory: Inventory) -> Inventory:
         not_trainable=verdict.not_trainable or inventory.not_trainable,
         mixes_documents=verdict.mixes_documents,
         own_attention=verdict.own_attention,
-        plain_attention=inventory.plain_attention
-        and not (verdict.has_sinks or verdict.own_attention),
+        plain_attention=inventory.plain_attention and not verdict.own_attention,
     )
 
 
@@ -206,7 +202,6 @@ class _Check:
         except Exception:  # its class looks up its own attention code by name
             return Verdict(self._own_attention(plain))
         _calls.clear()
-        _sink_callers.clear()
         try:
             blocks = _Blocks(model, self.config, self.path, own_attention=own_attention)
             got = blocks.run(self.ids, self.positions)
@@ -226,7 +221,6 @@ class _Check:
                 f"earlier ones"
             )
         return Verdict(
-            has_sinks=bool(_sink_callers),
             own_attention=own_attention,
             mixes_documents=self._find_mixer(blocks, silent),
         )
@@ -533,13 +527,10 @@ def _close(got: torch.Tensor, expected: torch.Tensor, floor: float = 0.0) -> boo
 
 _RECORDING = "penstock-check"
 _calls: list[nn.Module] = []
-_sink_callers: list[nn.Module] = []
 
 
 def _attend_recording(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     _calls.append(module)
-    if kwargs.get("s_aux") is not None:
-        _sink_callers.append(module)
     return attend(module, *args, **kwargs)
 
 

@@ -43,16 +43,22 @@ def flatten_bounds(bounds: Sequence[Sequence[int]], device: torch.device) -> Doc
 def attend_packed(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, documents: DocumentSpans, *,
     scale: float | None, window: int | None, softcap: float | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Attend causally within documents, at most `window` tokens back, each token's own included.
 
     Takes `[rows, heads, tokens, head size]` and returns `[rows, tokens, heads, head size]`. With
-    `softcap`, a score is replaced by `tanh(score / softcap) * softcap`.
+    `softcap`, a score is replaced by `tanh(score / softcap) * softcap`. `sinks` are scores, one for
+    each head, that take part in the softmax but have no value.
     """
     flat = [t.transpose(1, 2).flatten(0, 1).contiguous() for t in (query, key, value)]
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    made = _forward(*flat, documents.spans, scale, window or 0, softcap or 0.0)
-    output: torch.Tensor = made[0]
+    options = (documents.spans, scale, window or 0, softcap or 0.0)
+    output: torch.Tensor
+    if sinks is None:
+        output = _forward(*flat, *options)[0]
+    else:
+        output = _AttendWithSinks.apply(*flat, sinks, *options)[0]  # type: ignore[no-untyped-call]
     return output.view(query.shape[0], query.shape[2], *output.shape[1:])
 
 
@@ -112,6 +118,41 @@ def _differentiate(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[Any, ...]:
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
+
+
+class _AttendWithSinks(torch.autograd.Function):
+    """Attention with sinks, from the results of attention without them.
+
+    A sink only adds a term to the denominator of the softmax. So forward corrects the outputs and
+    log-sum-exps afterwards, and backward is that of attention with the corrected ones.
+    """
+
+    @staticmethod
+    def forward(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor,
+        spans: torch.Tensor, scale: float, window: int, cap: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        out, log_sums = _forward(query, key, value, spans, scale, window, cap)
+        totals = torch.logaddexp(log_sums, sinks.float()[:, None])
+        shares = (log_sums - totals)[:, : out.shape[0]].exp()
+        return (out * shares.T[:, :, None]).to(out.dtype), totals
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        *tensors, ctx.scale, ctx.window, ctx.cap = inputs
+        ctx.save_for_backward(*tensors, *output)
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[Any, ...]:
+        query, key, value, sinks, spans, out, totals = ctx.saved_tensors
+        options = (ctx.scale, ctx.window, ctx.cap)
+        grad = grad.contiguous()
+        gradients = _backward(grad, query, key, value, out, totals, spans, *options)
+        shares = (sinks.float()[:, None] - totals)[:, : out.shape[0]].exp()
+        deltas = (grad.float() * out.float()).sum(-1)
+        of_sinks = -(shares * deltas.T).sum(-1).to(sinks.dtype)
+        return (*gradients, of_sinks, None, None, None, None)
 
 
 # The same operation on a CPU.
