@@ -305,6 +305,37 @@ def test_a_plan_that_the_user_gave_is_not_changed(plan: Plan) -> None:
         fit_plan(plan, None, more)
 
 
+def memory_with_saved(saved: int, head: int = 900) -> WorkingMemory:
+    sizes = {"embed": (64, 300), "layer": (1100, 1600), "head": (600, head)}
+    parts = tuple(
+        PartMemory(
+            name=name, forward=forward * MiB, backward=backward * MiB,
+            saved=saved if name == "layer" else None,
+        )
+        for name, (forward, backward) in sizes.items()
+    )  # fmt: skip
+    return WorkingMemory(parts=parts, origin="measured")
+
+
+def test_a_plan_that_the_user_gave_recomputes_more_if_it_is_short(request_: PlanRequest) -> None:
+    traced = memory_with_saved(1000 * MiB)
+    budget = replace(request_.budget, hbm=40 * GiB)
+    plan = replace(request_, source=lambda *_: traced, budget=budget).make_plan().plan
+    exact = replace(plan, budget=replace(budget, hbm=plan.peak(Tier.HBM)))
+    passes = [block.kept for block in plan.placement.blocks]
+
+    fitted, change = fit_plan(exact, None, memory_with_saved(1060 * MiB))
+
+    fewer = [block.kept for block in fitted.placement.blocks]
+    assert 2 < sum(fewer) < sum(passes)
+    assert fewer[fewer.index(1) :] == passes[fewer.index(1) :], "the first layers go first"
+    assert fitted.peak(Tier.HBM) <= exact.budget.hbm
+    assert fitted.workload == plan.workload
+    assert f"{sum(fewer)} forward passes are kept in HBM instead of {sum(passes)}" in change
+    with pytest.raises(PlanError, match="penstock plan"):
+        fit_plan(exact, None, memory_with_saved(1000 * MiB, head=40 * 1024))
+
+
 # In `prepare`.
 
 

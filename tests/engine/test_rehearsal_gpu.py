@@ -17,7 +17,6 @@ import torch
 from penstock.engine.engine import Engine
 from penstock.engine.plan_choice import PlanChoice, PlanRequest, plan_request
 from penstock.engine.prepare import inspect_model, prepare
-from penstock.engine.rehearsal import KEPT_GAPS
 from penstock.errors import DeviceMemoryError, InfeasibleError
 from penstock.model.inventory import Inventory
 from penstock.plan.buffers import BufferPool, saved_nbytes
@@ -27,7 +26,7 @@ from penstock.plan.lifetimes import weight_lifetimes
 from penstock.plan.memory_cache import load_memory, memory_key
 from penstock.plan.packing import pack
 from penstock.plan.plan import Plan
-from penstock.plan.working_memory import PartMemory, WorkingMemory
+from penstock.plan.working_memory import KEPT_GAPS, PartMemory, WorkingMemory
 from penstock.probe.machine_choice import this_machine
 from penstock.settings import Settings
 from penstock.tiers import Tier

@@ -12,7 +12,7 @@ from penstock.engine.trace_memory import trace_working_memory
 from penstock.model.meta_model import build_model
 from penstock.model.split import SplitModel
 from penstock.model.storage_counter import StorageCounter
-from penstock.plan.working_memory import WorkingMemory
+from penstock.plan.working_memory import KEPT_GAPS, WorkingMemory
 from penstock.plan.workload import Workload
 from tests.support.engines import inventory, tiny_config, workload
 from tests.support.samples import sample
@@ -83,6 +83,18 @@ def test_traced_bytes_equal_allocated_bytes(family: str) -> None:
     assert {part.name: part.saved for part in traced.layers} == saved
     assert traced.inputs == 3 * 512  # 63 token ids, positions and targets of 8 bytes
     assert traced.origin == "traced"
+
+
+def test_a_trace_for_a_gpu_adds_the_gaps_of_kept_passes_as_a_rehearsal_does() -> None:
+    config = tiny_config("llama")
+    given = (config, inventory(config), workload(context=21, micro_batch=3))
+
+    cpu, gpu = (trace_working_memory(*given, on_gpu=on_gpu) for on_gpu in (False, True))
+
+    (on_cpu,), (on_gpu_,) = ({part.saved for part in each.layers} for each in (cpu, gpu))
+    assert on_cpu is not None
+    assert on_gpu_ is not None
+    assert on_gpu_ > KEPT_GAPS > on_cpu
 
 
 def test_noise_and_smoothed_labels_are_traced() -> None:

@@ -18,11 +18,20 @@ from penstock.plan.schedule import Verb
 from penstock.plan.workload import CallerLoss
 from penstock.roles import Role
 from tests.equivalence.compiled import breaks, compile_by, graphs
-from tests.equivalence.runs import DRAM, KEPT, RESIDENT, Setup, Way, differing, state_of
+from tests.equivalence.runs import (
+    DRAM,
+    KEPT,
+    OPTIMIZER,
+    RESIDENT,
+    Setup,
+    Way,
+    differing,
+    state_of,
+)
 from tests.equivalence.test_models import packed_batch
 from tests.equivalence.test_plans import assert_same, train_each
 from tests.equivalence.test_ranks import batches_of, train_on_ranks
-from tests.support.engines import FAMILIES
+from tests.support.engines import FAMILIES, make_engine
 
 ALL, SOME, FIRST, ROUNDS = KEPT
 
@@ -179,6 +188,23 @@ def with_kept(plan: Any, block: int, count: int) -> Any:
     blocks = list(plan.placement.blocks)
     blocks[block] = replace(blocks[block], kept=count)
     return replace(plan, placement=replace(plan.placement, blocks=tuple(blocks)))
+
+
+@pytest.mark.parametrize("way", KEPT, ids=lambda way: way.name)
+def test_buffers_of_a_plan_are_large_enough_if_it_keeps_less(way: Way, tmp_path: Path) -> None:
+    """A rehearsal may find that a plan of the user's has to keep less than it says."""
+    setup = Setup.of("llama")
+    plan = setup.plan(way, tmp_path)
+    kept = [i for i, block in enumerate(plan.placement.blocks) if block.kept]
+    states = []
+    for changed in (plan, with_kept(plan, kept[0], plan.placement.blocks[kept[0]].kept - 1)):
+        given = (setup.config, changed, setup.model, setup.source)
+        with make_engine(*given, optimizer=OPTIMIZER) as engine:
+            for batch in setup.batches(2):
+                engine.step(batch)
+            states.append(state_of(engine))
+
+    assert differing(*states) == []
 
 
 def test_plans_that_cannot_keep_are_refused(tmp_path: Path) -> None:

@@ -235,7 +235,8 @@ def fit_plan(plan: Plan, request: PlanRequest | None, measured: WorkingMemory) -
 
     The plan stays as it is if it is large enough. If only its budget is, the placement stays and
     its pools grow. Otherwise the plan is made again from its `request`, with the same numerics. A
-    plan without a request is the user's own, and not made again.
+    plan without a request is the user's own, and not made again: it recomputes layers that it would
+    have kept, if that is enough.
 
     Returns the plan, and a sentence for the user about what changed; "" if nothing did. Raises
     InfeasibleError or PlanError if nothing fits.
@@ -253,6 +254,9 @@ def fit_plan(plan: Plan, request: PlanRequest | None, measured: WorkingMemory) -
         more = format_bytes(needed.peak(Tier.HBM) - plan.peak(Tier.HBM))
         return needed, f"{found}; the HBM budget has room for {more} more"
     if request is None:
+        if (smaller := _keep_less(plan, measured)) is not None:
+            before, after = _kept_passes(plan), _kept_passes(smaller)
+            return smaller, f"{found}; {after} forward passes are kept in HBM instead of {before}"
         raise PlanError(
             "pools",
             f"are too small on this GPU: {found}, and the rest of its HBM budget of "
@@ -272,6 +276,27 @@ def fit_plan(plan: Plan, request: PlanRequest | None, measured: WorkingMemory) -
         raise InfeasibleError(problem, least=error.least, advice=error.advice) from None
     before, after = _resident_blocks(plan), _resident_blocks(again)
     return again, f"{found}; planned again: {after} blocks stay in HBM instead of {before}"
+
+
+def _keep_less(plan: Plan, measured: WorkingMemory) -> Plan | None:
+    """Return the plan with as few more layers recomputed as the budget needs; None if all are not
+    enough.
+
+    The first layers go first: their saved tensors stay the longest.
+    """
+    blocks = list(plan.placement.blocks)
+    for number, block in enumerate(blocks):
+        for kept in reversed(range(block.kept)):
+            blocks[number] = replace(block, kept=kept)
+            smaller = replace(plan, placement=replace(plan.placement, blocks=tuple(blocks)))
+            with contextlib.suppress(PlanError):
+                return smaller.with_memory(measured)
+    return None
+
+
+def _kept_passes(plan: Plan) -> int:
+    """Return how many forward passes of layers are kept, over all micro-batches of a round."""
+    return sum(block.kept for block in plan.placement.blocks)
 
 
 def _is_covered(plan: Plan, measured: WorkingMemory) -> bool:

@@ -35,18 +35,19 @@ from penstock.model.split import MicroBatch, SplitModel
 from penstock.packed_weights import PackedLayout, scratch_nbytes
 from penstock.plan.buffers import PlannedRoom
 from penstock.plan.cuda_allocator import PAGE
-from penstock.plan.working_memory import COMPILER_BUFFER, LIBRARIES, PartMemory, WorkingMemory
+from penstock.plan.working_memory import (
+    COMPILER_BUFFER,
+    KEPT_GAPS,
+    LIBRARIES,
+    PartMemory,
+    WorkingMemory,
+)
 from penstock.plan.workload import Workload
 from penstock.units import MiB
 
 KERNELS_TO_COME = 32 * MiB
 """Bytes to add to the CUDA context for kernels that are loaded later: those of the optimizer sweep,
 of gradient norms and of evaluations."""
-
-KEPT_GAPS = 3 * PAGE
-"""Bytes that a kept forward pass may need beyond its saved tensors. They stay while the next layer
-allocates its own, which does not fill the gaps between them: on an H200, adapters of an 8B needed
-46 MB more for each kept layer than the tensors have."""
 
 Progress = Callable[[int, int, str], None]
 """Called with the number of parts done, the number of all parts, and a description."""

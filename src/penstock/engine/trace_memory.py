@@ -43,7 +43,7 @@ from penstock.model.split import MicroBatch, SplitModel
 from penstock.model.storage_counter import StorageCounter
 from penstock.model.varlen_attention import DocumentSpans
 from penstock.plan.cuda_allocator import PAGE, ExpandableSegments
-from penstock.plan.working_memory import PartMemory, WorkingMemory
+from penstock.plan.working_memory import KEPT_GAPS, PartMemory, WorkingMemory
 from penstock.plan.workload import Workload
 
 REPETITIONS = 8
@@ -88,6 +88,8 @@ def trace_model(
     """Trace the working memory of a model without weights. Its buffers become fake tensors."""
     peaks: dict[tuple[str, str], int] = {}
     saved: dict[str, int] = {}
+    # As a rehearsal on a GPU adds it: a plan from a trace has to be large enough for one.
+    kept_gaps = KEPT_GAPS if on_gpu else 0
     inputs = arguments = reserved = 0
     for traced in trace_parts(bare, inventory, workload, on_gpu=on_gpu):
         part, peak = traced.part, traced.peak
@@ -95,7 +97,7 @@ def trace_model(
             # What the embedding leaves, the arguments of layers, has a pool of its own.
             arguments, peak = traced.kept, peak - traced.kept
         elif isinstance(part, LayerForward) and part.phase == "forward" and part.saves:
-            saved[part.name] = max(saved.get(part.name, 0), traced.kept)
+            saved[part.name] = max(saved.get(part.name, 0), traced.kept + kept_gaps)
         key = (part.name, part.phase)
         peaks[key] = max(peaks.get(key, 0), peak)
         inputs = max(inputs, input_nbytes(part.micro))

@@ -32,6 +32,11 @@ ASSUMED_GAPS = 7 * PAGE
 (`penstock.plan.cuda_allocator`), steps of 44 random models with working memory of 80 MiB to 4.7 GiB
 needed up to 130 MiB more than their peak."""
 
+KEPT_GAPS = 3 * PAGE
+"""Bytes that a kept forward pass may need beyond its saved tensors. They stay while the next layer
+allocates its own, which does not fill the gaps between them: on an H200, adapters of an 8B needed
+46 MB more for each kept layer than the tensors have."""
+
 NOISE = 16 * MiB
 """Bytes by which measurements of the CUDA context and of the allocator's pages differ from run to
 run. The margins that a rehearsal adds to both are larger."""
