@@ -19,6 +19,12 @@ DOCS = Path(__file__).parents[1]
 LINK = re.compile(r"\]\(\.\./([^)#\s]+)\)")
 """A link to something in the repository outside of docs/."""
 
+PICTURE = re.compile(
+    r'<picture>\s*<source media="\(prefers-color-scheme: dark\)" srcset="([^"]+)">\s*'
+    r'<img alt="([^"]+)" src="([^"]+)">\s*</picture>'
+)
+"""A figure for light and dark pages, in the form that GitHub shows."""
+
 OTHER_DEFAULTS = {
     "lr": "5e-5. Full fine-tuning of pretrained models mostly uses 1e-5 to 2e-5",
     "schedule": "linear. Cosine is what published recipes for fine-tuning use",
@@ -61,13 +67,17 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Link the files of the repository that are part of the site; name its directories."""
+    """Link the files of the repository that are part of the site; name its directories.
+
+    Figures get the form that follows the site's switch between light and dark.
+    """
 
     def replaced(match: re.Match[str]) -> str:
         target = match[1]
         return f"](files/{target})" if (DOCS.parent / target).is_file() else f"](#) (`{target}`)"
 
-    return LINK.sub(replaced, markdown)
+    figures = PICTURE.sub(r"![\2](\3#only-light)\n![\2](\1#only-dark)", markdown)
+    return LINK.sub(replaced, figures)
 
 
 def decisions_page() -> Iterator[str]:
