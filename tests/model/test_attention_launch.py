@@ -9,7 +9,6 @@ import torch
 
 from penstock.model import attention_launch, varlen_attention
 from penstock.model.attention_launch import (
-    PADDING,
     Kernel,
     Tiles,
     attention_workspace_nbytes,
@@ -17,6 +16,7 @@ from penstock.model.attention_launch import (
     document_spans,
     padded_tokens,
 )
+from penstock.model.attention_sizes import PADDING
 from penstock.model.operation_workspace import operation_workspace
 from penstock.units import KiB
 from tests.support.device_sweeps import count_interpreted, needs_triton

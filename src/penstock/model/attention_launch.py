@@ -14,6 +14,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from penstock.model.attention_sizes import padded_tokens
+
 Kernel = Literal["forward", "query_gradient", "key_gradient", "value_gradient"]
 """Where there are no tiles for `value_gradient`, `key_gradient` computes both gradients at once:
 one matrix product less, but twice as many registers."""
@@ -82,16 +84,8 @@ cores. The kernels need up to 68 KiB of shared memory. No measurement chose thes
 _LARGE_ARCHITECTURES = (9, 10)
 """Major compute capabilities of Hopper and of Blackwell's data center GPUs."""
 
-PADDING = 128
-"""Arrays of one number per token are padded to a multiple of this, as in `attention_kernels`."""
-
 NEVER = 2**30
 """First visible key of a token that is padding."""
-
-
-def padded_tokens(tokens: int) -> int:
-    """Return the length of arrays of one number per token."""
-    return -(-tokens // PADDING) * PADDING
 
 
 def document_spans(bounds: Sequence[int]) -> torch.Tensor:

@@ -17,7 +17,9 @@ from typing import Any, NamedTuple
 import torch
 
 from penstock.model import attention_launch
-from penstock.model.attention_launch import Layout, document_spans, padded_tokens
+from penstock.model.attention_launch import Layout, document_spans
+from penstock.model.attention_replay import Results, compute_or_replay
+from penstock.model.attention_sizes import padded_tokens
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Gradients of queries, keys and values."""
@@ -74,9 +76,11 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return `[tokens, heads, head size]` and each query's log-sum-exp, `[heads, padded tokens]`.
 
-    The log-sum-exps are natural logarithms. Those of padding are undefined.
+    The log-sum-exps are natural logarithms. Those of padding are undefined. Neither is computed if
+    the caller has saved them (`penstock.model.attention_replay`).
     """
-    return attention_launch.forward(query, key, value, Layout(spans, scale, window, cap))
+    layout = Layout(spans, scale, window, cap)
+    return compute_or_replay(query, lambda: attention_launch.forward(query, key, value, layout))
 
 
 @_operation("penstock::attend_documents_backward")
@@ -163,6 +167,14 @@ def _forward_on_cpu(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spans: torch.Tensor,
     scale: float, window: int, cap: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    layout = Layout(spans, scale, window, cap)
+    return compute_or_replay(query, lambda: _compute_on_cpu(query, key, value, layout))
+
+
+def _compute_on_cpu(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: Layout
+) -> Results:
+    spans, scale, window, cap = layout
     out = query.new_empty(query.shape)
     sums = query.new_zeros((query.shape[1], spans.shape[1]), dtype=torch.float32)
     for rows in _document_rows(spans, query.shape[0]):
