@@ -69,9 +69,16 @@ class Role(StrEnum):
     ACTIVATION = "input"  # the value is in plan files
     """The saved block input, from forward until backward recomputes from it."""
 
+    ATTENTION = "attention"
+    """What attention returned in the forward pass of a layer, until backward recomputes the layer
+    and uses it instead of computing attention again."""
+
 
 STATE = (Role.MASTER, Role.FIRST, Role.SECOND)
 """Roles that only the optimizer sweep reads and writes."""
+
+PASSING = (Role.ACTIVATION, Role.ATTENTION)
+"""Roles that exist from a block's forward pass to its backward pass."""
 
 TRAINED = (Role.WEIGHT, *STATE, Role.GRADIENT)
 """Roles that a trainable parameter needs memory for."""

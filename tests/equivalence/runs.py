@@ -120,6 +120,22 @@ KEPT = (
 """Ways with less to recompute. A round has three micro-batches, or two if there are two rounds."""
 
 
+ATTENDED = (
+    Way("attention's results in HBM", ("dddd", "hhhh"), {"attention": "hhh"}),
+    Way("attention's results in DRAM", ("dddd",), {"attention": "ddd"}),
+    Way("attention's results in DRAM, activations in HBM", ("dddh",), {"attention": "ddd"}),
+    Way("attention's results in both, and kept layers", ("dddd", "hhhh"),
+        {"attention": "dhd", "kept": (0, 1, 2)}),
+    Way("attention's results of some layers, on disk all else", ("nnnn",),
+        {"attention": "d-h", "piece": 4096}),
+    Way("two rounds, attention's results", ("dddd", "hhhh"),
+        {"rounds": 2, "attention": "dhd", "kept": (0, 0, 1), "slots": 3}),
+    Way("attention's results, and sweeps on the GPU", ("dddd",),
+        {"attention": "ddd", "gpu_swept": range(5), "gpu_piece": 4096}),
+)  # fmt: skip
+"""Ways in which layers are recomputed without attention. They need `attention: varlen`."""
+
+
 HYBRID = (
     Way("swept on the GPU", ("dddd",), {"gpu_swept": range(5), "gpu_piece": 4096}),
     Way("some swept on the GPU, some kept", ("dddd", "hhhh", "dddh"),

@@ -19,13 +19,16 @@ from penstock.roles import Role
 from penstock.tiers import Tier
 from tests.support.schedule_checker import all_on, cases, evaluator_for
 
+Key = tuple[int, Role]
+"""A block, and its activation or the results of its attention."""
+
 Range = tuple[int, int, int]
 """A node, and a range of bytes counted through its gradients."""
 
 
 def ranges(
     evaluator: PlanEvaluator, candidate: Candidate
-) -> tuple[dict[int, Range], dict[int, Range]]:
+) -> tuple[dict[int, Range], dict[Key, Range]]:
     """Return the ranges of gradients and of overlaid activations, by block."""
     blocks = evaluator.placement(candidate).blocks
     gradients: dict[int, Range] = {}
@@ -37,14 +40,14 @@ def ranges(
             start = ends.get(node, 0)
             ends[node] = start + home.nbytes
             gradients[index] = (node, start, ends[node])
-    activations: dict[int, Range] = {}
+    activations: dict[Key, Range] = {}
     accumulate = evaluator.workload.accumulate
-    for index, overlaid in overlaid_activations(
+    for (index, role), overlaid in overlaid_activations(
         blocks, rounds=candidate.rounds, accumulate=accumulate
     ).items():
-        home = blocks[index].home(Role.ACTIVATION)
+        home = blocks[index].home(role)
         assert home is not None
-        activations[index] = (overlaid.node, overlaid.offset, overlaid.offset + home.nbytes)
+        activations[index, role] = (overlaid.node, overlaid.offset, overlaid.offset + home.nbytes)
     return gradients, activations
 
 
@@ -58,15 +61,15 @@ def test_activations_lie_in_gradients_of_earlier_blocks_and_never_overlap(
     case: tuple[PlanEvaluator, Candidate],
 ) -> None:
     gradients, activations = ranges(*case)
-    for block, activation in activations.items():
+    for key, activation in activations.items():
         underlying = [j for j, gradient in gradients.items() if overlap(activation, gradient)]
         covered = sum(
             min(activation[2], gradients[j][2]) - max(activation[1], gradients[j][1])
             for j in underlying
         )
         assert covered == activation[2] - activation[1]
-        assert max(underlying) < block
-        assert not any(overlap(activation, other) for b, other in activations.items() if b != block)
+        assert max(underlying) < key[0]
+        assert not any(overlap(activation, other) for k, other in activations.items() if k != key)
 
 
 @settings(max_examples=25, deadline=None)
@@ -80,17 +83,18 @@ def test_an_activation_is_written_after_the_sweep_and_read_before_the_next_gradi
     plan = plan_result(evaluator, candidate).plan
     programs = Programs.of(plan, evaluator.inventory)
     for program in (programs["step"], programs["first"]):
-        for block, activation in activations.items():
+        for key, activation in activations.items():
             underlying = {j for j, gradient in gradients.items() if overlap(activation, gradient)}
-            assert_disjoint_in_time(program, block, underlying, random.Random(seed))
+            assert_disjoint_in_time(program, key, underlying, random.Random(seed))
 
 
 def assert_disjoint_in_time(
-    program: Program, block: int, underlying: set[int], random_source: random.Random
+    program: Program, key: Key, underlying: set[int], random_source: random.Random
 ) -> None:
     started, ended = replay(program, random_source)
-    (written,) = indices(program, block, Verb.OFFLOAD, Role.ACTIVATION)
-    (read,) = indices(program, block, Verb.FETCH, Role.ACTIVATION)
+    block, role = key
+    (written,) = indices(program, block, Verb.OFFLOAD, role)
+    (read,) = indices(program, block, Verb.FETCH, role)
     for gradient_block in underlying:
         sweeps = [
             at for at, op in enumerate(program.operations)

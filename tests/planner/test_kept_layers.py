@@ -66,7 +66,7 @@ def test_with_much_hbm_nothing_is_recomputed_and_steps_are_faster() -> None:
     assert "recompute: 12 of 12 layers kept" in summary(result, MACHINE)
     assert "recompute" not in summary(without, MACHINE)
     assert plan_json(result)["recompute"] == {
-        "layers": 12, "kept_layers": 12, "passes": 12, "kept_passes": 12
+        "layers": 12, "kept_layers": 12, "passes": 12, "kept_passes": 12, "saved_attention": {},
     }  # fmt: skip
 
 

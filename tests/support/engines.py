@@ -146,6 +146,7 @@ def make_plan_of(
     ahead: int = 1,
     piece: int = 1 << 26,
     kept: Sequence[int] = (),
+    attention: str = "",
     gpu_swept: Sequence[int] = (),
     gpu_piece: int | None = None,
     machine: Machine | None = None,
@@ -155,8 +156,9 @@ def make_plan_of(
     `locations` has four letters for each block, or four for all blocks: where weight, state,
     gradient and activation are stored. d is DRAM, n NVMe, h HBM, c CXL and m a mix of DRAM and CXL.
     A fifth letter says where the frozen weights of a block are that also has trained ones. `kept`
-    has the number of micro-batches that each layer keeps. `gpu_swept` has the numbers of blocks in
-    DRAM whose states pass through HBM, in pieces of `gpu_piece` elements.
+    has the number of micro-batches that each layer keeps, and `attention` a letter for each layer:
+    where the results of its attention are saved, or - if they are computed again. `gpu_swept` has
+    the numbers of blocks in DRAM whose states pass through HBM, in pieces of `gpu_piece` elements.
     """
     if machine is None:
         machine = cpu_machine(discover())
@@ -172,7 +174,8 @@ def make_plan_of(
     blocks = [_locations_of(model, i, row) for i, row in enumerate(rows)]
     by_block = (0, *kept, 0) if kept else ()
     swept = frozenset(i for i in gpu_swept if model.blocks[i].parameters(True))
-    candidate = Candidate(tuple(blocks), rounds, slots, ahead, by_block, swept)
+    saved = (None, *(_LETTERS.get(letter) for letter in attention), None) if attention else ()
+    candidate = Candidate(tuple(blocks), rounds, slots, ahead, by_block, swept, saved)
     return plan_result(evaluator, candidate).plan
 
 

@@ -49,6 +49,7 @@ def llama(
             tensors=(*linear, *norms),
             matmul_elements=sum(t.elements for t in linear),
             query_width=query,
+            heads=max(1, query // 128),
             key_value_width=2 * kv,
             mlp_width=mlp,
         )

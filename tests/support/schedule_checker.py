@@ -12,14 +12,16 @@ from penstock.plan.budget import Budget, PathBudget
 from penstock.plan.placement import Placement
 from penstock.plan.placement_index import PlacementIndex
 from penstock.plan.schedule import Operation, Schedule, Verb
+from penstock.plan.workload import Attention
 from penstock.planner.candidate import BlockLocations, Candidate, Location
 from penstock.planner.evaluator import PlanEvaluator
-from penstock.roles import TRAINED, Role
+from penstock.roles import PASSING, TRAINED, Role
 from penstock.units import TiB
 from tests.support.machines import machine
 from tests.support.models import llama, work
 
 HOST = (Location.DRAM, Location.CXL, Location.NVME)
+ATTENTION = (None, None, Location.HBM, Location.DRAM, Location.CXL)
 WHOLE = 1 << 26
 """A piece size in elements that is larger than any block of these models."""
 
@@ -33,6 +35,7 @@ def evaluator_for(
     piece: int = WHOLE,
     gpu_piece: int = WHOLE,
     linear: bool = True,
+    attention: Attention = "sdpa",
     **more: object,
 ) -> PlanEvaluator:
     """Return an evaluator for a tiny model.
@@ -46,6 +49,7 @@ def evaluator_for(
         model = replace(model, blocks=tuple(freeze(block, frozen) for block in model.blocks))
     budget = Budget(hbm=TiB, dram=TiB, cxl=TiB, nvme=(PathBudget(path="/mnt/nvme", nbytes=TiB),))
     workload = work(model, 128, batch, micro_batch=1, **more)
+    workload = replace(workload, numerics=replace(workload.numerics, attention=attention))
     return PlanEvaluator(
         model, workload, machine(), budget, piece_elements=piece, gpu_piece_elements=gpu_piece
     )
@@ -83,6 +87,7 @@ def cases(draw: st.DrawFn) -> tuple[PlanEvaluator, Candidate]:
         accumulate=draw(st.booleans()),
         linear=draw(st.booleans()),
         world=draw(st.sampled_from((1, 1, 2, 3))),
+        attention="varlen",
     )
     ahead = draw(st.integers(1, 3))
     locations = tuple(draw(locations_of(block)) for block in evaluator.inventory.blocks)
@@ -97,6 +102,10 @@ def cases(draw: st.DrawFn) -> tuple[PlanEvaluator, Candidate]:
             if evaluator.inventory.shards == 1
             and may_pass_through_hbm(each)
             and draw(st.booleans())
+        ),
+        attention=tuple(
+            draw(st.sampled_from(ATTENTION)) if block.kind == "layer" else None
+            for block in evaluator.inventory.blocks
         ),
     )
     return evaluator, candidate
@@ -237,10 +246,10 @@ class ScheduleChecker:
             )
             if self.facts.streams_states(op.block):
                 assert self.sweeps_of(op.block) <= self.written, "swept weights are in host memory"
-        if role is Role.ACTIVATION or (role is Role.GRADIENT and not self.adds):
+        if role in PASSING or (role is Role.GRADIENT and not self.adds):
             before = op.round - 1 if role is Role.GRADIENT else op.round
             assert (op.block, role, before) in self.out, "only offloaded bytes are fetched"
-        if role is Role.ACTIVATION and op.block + 2 < self.facts.count:
+        if role in PASSING and op.block + 2 < self.facts.count:
             backward = {(b, r) for verb, b, r in self.computed if verb is not Verb.FORWARD}
             assert (op.block + 2, op.round) in backward, "its buffer is that of two blocks before"
         self.hbm.add((op.block, role))
@@ -320,6 +329,15 @@ class ScheduleChecker:
         if op.verb is Verb.FORWARD and leaves:
             # The output of a block is written over the input of the block before it.
             assert (before, Role.ACTIVATION, op.round) in self.out, "an activation leaves in time"
+        if op.verb is Verb.FORWARD and before > 0 and self.trains:
+            # Results of attention have one slot.
+            leaves = self.facts.offloads_attention(before - 1)
+            out = (before - 1, Role.ATTENTION, op.round) in self.out
+            assert out or not leaves, "results of attention leave in time"
+        if op.verb is Verb.BACKWARD and self.facts.offloads_attention(op.block):
+            assert (op.block, Role.ATTENTION) in self.hbm, (
+                "results of attention are in HBM before backward"
+            )
         if op.verb is Verb.BACKWARD and self.facts.offloads_activation(op.block):
             assert (op.block, Role.ACTIVATION) in self.hbm, (
                 "the activation is in HBM before backward"

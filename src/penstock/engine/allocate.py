@@ -15,6 +15,7 @@ from functools import partial
 
 import torch
 
+from penstock.engine.attention_results import AttentionResults
 from penstock.engine.dequantized_weights import DequantizedWeights
 from penstock.engine.device import Device
 from penstock.engine.disk_pipe import DiskPipe
@@ -64,6 +65,7 @@ class EngineMemory:
     tiers: TierMemory
     """Weights, optimizer states, gradients and activations where the plan places them."""
     hidden: HiddenStates
+    attention: AttentionResults
     weights: WeightSlots
     held: HeldBlocks
     """Weights and gradient sums that a caller's own loss computes with."""
@@ -102,6 +104,7 @@ class EngineMemory:
         self.weights.release()
         self.held.release()
         self.hidden.release()
+        self.attention.release()
         self.gradients.start_step()
         self.gradient_pool = self.staging = self.states = torch.empty(0, dtype=torch.uint8)
         self.updates = None
@@ -240,6 +243,7 @@ def allocate(
             ranks=ranks,
             tiers=tiers,
             hidden=HiddenStates(tiers),
+            attention=AttentionResults(tiers),
             weights=WeightSlots(
                 inventory,
                 tiers.formats,

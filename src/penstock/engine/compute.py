@@ -29,6 +29,9 @@ from penstock.plan.placement_index import PlacementIndex
 from penstock.plan.schedule import Operation, Verb
 from penstock.roles import Role
 
+_BY_MICRO_BATCH = ((Role.ACTIVATION,), (Role.ATTENTION,))
+"""Roles of fetches that post a ticket for each micro-batch."""
+
 _SEED_MASK = (1 << 63) - 1
 
 _NOISE = 1 << 31
@@ -80,7 +83,7 @@ class Computer:
         for need in step.program.needs[at]:
             other = step.program.operations[need]
             # Activations arrive one micro-batch after another; backward waits for each separately.
-            if not (other.verb is Verb.FETCH and other.roles == (Role.ACTIVATION,)):
+            if not (other.verb is Verb.FETCH and other.roles in _BY_MICRO_BATCH):
                 step.tickets.order_after(need, self._device)
         step.started[at] = self._device.record()
         work: Callable[[StepState, int, Operation], None] = {
@@ -119,7 +122,7 @@ class Computer:
                     micro.calls = None
         self._bind_weights(op.block)
         for index, micro in enumerate(step.rounds[op.round]):
-            out = self._output(step, op, index, micro)
+            out = self._output(step, at, op, index, micro)
             slot, previous = hidden.next_slot(op.block + 1, index)
             if slot is None:
                 into = hidden.home(op.block + 1, step.first_home + index, *micro.shape)
@@ -139,7 +142,7 @@ class Computer:
             ]
 
     def _output(
-        self, step: StepState, op: Operation, index: int, micro: MicroBatch
+        self, step: StepState, at: int, op: Operation, index: int, micro: MicroBatch
     ) -> torch.Tensor:
         self._seed_dropout(step, op.block, micro)
         if op.block == 0:
@@ -159,7 +162,8 @@ class Computer:
             return out
         # Always the computation that backward differentiates, whether it is kept or repeated.
         # Without gradients, a compiler would make other kernels, which may round differently.
-        out, source, routing = self._differentiable_layer(op.block, source, micro)
+        with self._memory.attention.recording(step, at, index, micro):
+            out, source, routing = self._differentiable_layer(op.block, source, micro)
         self._note_routing(step, op.block, micro, routing)
         if out.requires_grad and index < self._placement.placement.blocks[op.block].kept:
             saved = SavedForward(
@@ -263,7 +267,7 @@ class Computer:
                 slot = step.use_activation_slot(op.round)
                 if index == 0:  # the operation begins when its first activation has arrived
                     step.started[at] = self._device.record()
-            out, source, logits = self._saved_or_recomputed(step, op, index, micro, slot)
+            out, source, logits = self._saved_or_recomputed(step, at, index, micro, slot)
             others = self._router_gradients(step, micro, logits)
             self._open_sent(step, at, index)
             gradient = hidden.slot(hidden.gradient_slot(index), *micro.shape)
@@ -275,12 +279,13 @@ class Computer:
         self._close_sums(step, at)
 
     def _saved_or_recomputed(
-        self, step: StepState, op: Operation, index: int, micro: MicroBatch, slot: int | None
+        self, step: StepState, at: int, index: int, micro: MicroBatch, slot: int | None
     ) -> tuple[torch.Tensor | GradientEdge, torch.Tensor | None, Sequence[torch.Tensor]]:
         """Return the block's output, its input, and the logits of its routers.
 
         The embedding has no input to differentiate.
         """
+        op = step.program.operations[at]
         saved = step.saved.pop((op.round, op.block, index), None)
         if saved is not None:
             # Autograd would not notice weights that have moved, and return no gradients for them.
@@ -291,7 +296,8 @@ class Computer:
             with torch.enable_grad():
                 return self._model.embed(micro)[0], None, ()
         source = self._block_input(op.block, step.first_home + index, micro, slot)
-        out, source, routing = self._differentiable_layer(op.block, source, micro)
+        with self._memory.attention.replaying(step, at, index, micro):
+            out, source, routing = self._differentiable_layer(op.block, source, micro)
         return out, source, routing.logits
 
     def _router_gradients(

@@ -33,7 +33,7 @@ from penstock.plan.schedule import Verb
 
 LANES = (
     *("read", "sweep", "write", "fetch", "fetch inputs", "drain", "drain inputs", "ranks"),
-    *("fetch states", "gpu sweep", "drain states"),
+    *("fetch states", "gpu sweep", "drain states", "fetch attention", "drain attention"),
 )
 """Lanes with a thread of their own; the calling thread serves the lane `compute`."""
 
@@ -134,6 +134,8 @@ class Runner:
             "fetch states": mover.fetch_states,
             "gpu sweep": mover.sweep_states,
             "drain states": mover.offload_states,
+            "fetch attention": mover.fetch_attention,
+            "drain attention": mover.offload_attention,
         }
         jobs: dict[str, list[Job]] = {name: [] for name in LANES}
         for at, op in enumerate(step.program.operations):

@@ -174,9 +174,9 @@ def transfers_of(record: StepRecord) -> Moved:
     moved: dict[Part, tuple[LinkTransfer, ...]] = {}
     for at, op in enumerate(operations):
         moved[at] = traffic.transfers(op, shapes[op.round])
-        if op.roles == (Role.ACTIVATION,):
-            for micro, shape in enumerate(shapes[op.round]):
-                moved[at, micro] = traffic.transfers(op, [shape])
+        if op.roles in ((Role.ACTIVATION,), (Role.ATTENTION,)):
+            for micro, parts in traffic.micro_transfers(op, shapes[op.round]).items():
+                moved[at, micro] = parts
     return moved
 
 

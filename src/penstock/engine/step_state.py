@@ -23,6 +23,14 @@ Part = int | tuple[int, int]
 """An operation, by its index in the program; or (index, micro-batch) for a part of one."""
 
 
+def attention_key(at: int, micro: int) -> Hashable:
+    """Return the ticket key of a micro-batch's attention, which ends before the computation `at`.
+
+    In forward its results are in the slot then, and in backward the slot may be filled again.
+    """
+    return at, micro, "attention"
+
+
 class SavedForward(NamedTuple):
     """What a layer's forward pass of one micro-batch has saved for its backward pass.
 
@@ -113,6 +121,14 @@ class StepState:
     has ended."""
     saved: dict[tuple[int, int, int], SavedForward] = field(default_factory=dict)
     """By round, block and micro-batch: what backward does not recompute. Computing thread only."""
+    recorded: set[tuple[int, int, int]] = field(default_factory=set)
+    """By round, block and micro-batch: what attention returned was saved. Computing thread only."""
+    attention_offload: Hashable | None = None
+    """Ticket key of the offload that must end before the slot of attention's results is written.
+    Computing thread only."""
+    attention_user: Hashable | None = None
+    """Ticket key of the recomputation that must have read the slot of attention's results before it
+    is filled again. Only the lane that fetches them touches it."""
     activations_used: Counter[int] = field(default_factory=Counter)
     """By round: how many fetched activations backward has used. Computing thread only."""
     activation_users: dict[int, list[Hashable]] = field(default_factory=dict)

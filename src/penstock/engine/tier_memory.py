@@ -264,17 +264,17 @@ class TierMemory:
         return whole
 
     def _overlay_activations(self, node: int, gradients: torch.Tensor) -> None:
-        """Place activations in the bytes of gradients where the plan says so.
+        """Place activations and results of attention in the bytes of gradients, as planned.
 
-        An activation is used up before the gradient in its bytes is written again
+        They are used up before the gradient in its bytes is written again
         (`plan/activation_overlay.py`).
         """
-        for block, overlay in self.plan.overlaid_activations().items():
-            home = self.plan.placement.blocks[block].home(Role.ACTIVATION)
+        for (block, role), overlay in self.plan.overlaid_activations().items():
+            home = self.plan.placement.blocks[block].home(role)
             assert home is not None
             if overlay.node == node:
                 end = overlay.offset + home.nbytes
-                self._data[block, Role.ACTIVATION] = gradients[overlay.offset : end]
+                self._data[block, role] = gradients[overlay.offset : end]
 
     def _tensor(self, arena: Arena, key: Key, home: Home) -> torch.Tensor:
         name = f"{key[1]} of {self.inventory.blocks[key[0]].name}"
@@ -336,7 +336,7 @@ class TierMemory:
         overlaid = self.plan.overlaid_activations()
         for index, block in enumerate(self.plan.placement.blocks):
             for home in block.homes:
-                if home.nbytes and not (home.role is Role.ACTIVATION and index in overlaid):
+                if home.nbytes and (index, home.role) not in overlaid:
                     yield (index, home.role), home
 
     def _is_in(self, block: int, role: Role, tier: Tier) -> bool:

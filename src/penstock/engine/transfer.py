@@ -11,6 +11,8 @@ Every operation that moves data or sweeps on the CPU ends up in one method of `M
 | `fetch inputs` | `fetch_activations`   | activations from host memory or NVMe to the device|
 | `drain`        | `offload_gradient`    | gradients from the device to host memory or NVMe  |
 | `drain inputs` | `offload_activations` | activations from the device to host memory or NVMe|
+| `fetch attention` | `fetch_attention`  | results of attention from host memory to the device|
+| `drain attention` | `offload_attention`| results of attention from the device to host memory|
 | `fetch states` | `fetch_states`        | weights, states, gradients to be swept on the device|
 | `gpu sweep`    | `sweep_states`        | nothing: it sweeps what was fetched, on the device|
 | `drain states` | `offload_states`      | swept weights and states from the device to host memory|
@@ -20,7 +22,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -29,7 +31,7 @@ from penstock.engine.disk_pipe import DiskPipe
 from penstock.engine.pending_update import make_segments
 from penstock.engine.program import Program
 from penstock.engine.spans import Span
-from penstock.engine.step_state import StepState
+from penstock.engine.step_state import StepState, attention_key
 from penstock.engine.tensor_updates import TensorUpdates
 from penstock.engine.ticket_board import StoppedError
 from penstock.optim import sweep
@@ -352,6 +354,32 @@ class Mover:
             step.tickets.post((at, micro), self._device.record())
         step.tickets.post(at, self._device.record())
 
+    def fetch_attention(self, step: StepState, at: int, op: Operation) -> None:
+        """Copy the results of a block's attention to the device, one micro-batch after another.
+
+        They pass through one slot, so each waits until backward has copied the one before it.
+        """
+        self._order_after_needs(step, at)
+        backward, results = (
+            step.program.at[Verb.BACKWARD, op.block, op.round, None],
+            self._memory.attention,
+        )
+        for micro, tokens in self._attended(step, op):
+            if step.attention_user is not None:
+                step.tickets.order_after(step.attention_user, self._device)
+            step.attention_user = attention_key(backward, micro)
+            step.started[at, micro] = self._device.record()
+            source = results.home(op.block, micro, tokens)
+            self._device.copy(results.slot(op.block, tokens), source)
+            step.tickets.post((at, micro), self._device.record())
+        step.tickets.post(at, self._device.record())
+
+    def _attended(self, step: StepState, op: Operation) -> Iterator[tuple[int, int]]:
+        """Yield the micro-batches whose results of attention are saved, and their tokens."""
+        for micro, (rows, length) in enumerate(step.shapes(op.round)):
+            if self._memory.attention.saves(op.block, micro):
+                yield micro, rows * length
+
     # From the device.
 
     def offload_gradient(self, step: StepState, at: int, op: Operation) -> None:
@@ -389,6 +417,21 @@ class Mover:
             step.tickets.post((at, micro), self._device.record())
         if on_disk:
             self._pipes["drain inputs"].finish()
+        step.tickets.post(at, self._device.record())
+
+    def offload_attention(self, step: StepState, at: int, op: Operation) -> None:
+        """Copy the results of a block's attention to where they live.
+
+        Each is copied as soon as it is computed, while the rest of the layer computes.
+        """
+        computed = step.program.at[Verb.FORWARD, op.block, op.round, None]
+        results = self._memory.attention
+        for micro, tokens in self._attended(step, op):
+            step.tickets.order_after(attention_key(computed, micro), self._device)
+            step.started[at, micro] = self._device.record()
+            into = results.home(op.block, micro, tokens)
+            self._device.copy(into, results.slot(op.block, tokens))
+            step.tickets.post((at, micro), self._device.record())
         step.tickets.post(at, self._device.record())
 
     def _move_gradient_pieces(self, block: int, data: torch.Tensor, move: Move) -> None:

@@ -361,7 +361,8 @@ def _master(state: Mapping[str, torch.Tensor]) -> torch.Tensor:
 def streaming_plan(inventory: Inventory, workload: Workload, rounds: int) -> Plan:
     """Return a plan that streams every other layer, and keeps the rest on the device.
 
-    Of the rest, the first micro-batch of a round is not recomputed.
+    Of the rest, the first micro-batch of a round is not recomputed. Results of attention are saved
+    where they can be: in DRAM for layers that are streamed, and on the device for the rest.
     """
     machine = cpu_machine(discover())
     budget = Budget(hbm=2 * GiB, dram=2 * GiB, cxl=0, nvme=())
@@ -372,7 +373,9 @@ def streaming_plan(inventory: Inventory, workload: Workload, rounds: int) -> Pla
     ]
     rounds = rounds if inventory.may_have_rounds else 1
     kept = [int(at.activation is Location.HBM and workload.may_keep) for at in homes]
-    return plan_result(evaluator, Candidate(tuple(homes), rounds, kept=tuple(kept))).plan
+    saved = tuple(at.activation for at in homes) if workload.may_save_attention else ()
+    candidate = Candidate(tuple(homes), rounds, kept=tuple(kept), attention=saved)
+    return plan_result(evaluator, candidate).plan
 
 
 def _locations(block: Block, home: Location) -> BlockLocations:

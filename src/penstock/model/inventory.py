@@ -92,6 +92,10 @@ class Block:
     query_width: int = 0
     """Number of query heads times the head size; 0 without attention."""
 
+    heads: int = 0
+    """Number of query heads of a layer that calls attention once; 0 for all others, and if it is
+    not known. What attention returns can be saved only if it is known."""
+
     key_value_width: int = 0
     """Number of key and value heads, both together, times the head size."""
 
@@ -123,7 +127,8 @@ class Block:
             raise InventoryError("shards", f"must be 1 or more, got {self.shards}")
         object.__setattr__(self, "_flat", (self._padded(False), self._padded(True)))
         object.__setattr__(self, "_second_starts", self._find_second_starts())
-        for name in ("matmul_elements", "query_width", "key_value_width", "mlp_width"):
+        widths = ("matmul_elements", "query_width", "heads", "key_value_width", "mlp_width")
+        for name in widths:
             if getattr(self, name) < 0:
                 raise InventoryError(name, f"must be 0 or more, got {getattr(self, name)}")
         if self.window is not None and self.window < 1:
@@ -133,7 +138,10 @@ class Block:
     def sizes(self) -> tuple[object, ...]:
         """Everything but names. Blocks with equal sizes need the same bytes and the same time."""
         tensors = tuple((t.shape, t.trainable, t.quantization) for t in self.tensors)
-        widths = (self.query_width, self.key_value_width, self.mlp_width, self.window)
+        widths = (
+            *(self.query_width, self.heads, self.key_value_width, self.mlp_width),
+            self.window,
+        )
         own = () if self.second is None else (self.second,)
         return (self.kind, tensors, self.matmul_elements, *widths, *own)
 

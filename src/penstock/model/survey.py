@@ -259,10 +259,21 @@ class _TensorsByBlock:
             tensors=self._specs(tensors),
             matmul_elements=sum(_active_elements(name, t, config) for name, t in tensors.items()),
             query_width=heads * size,
+            heads=heads if self._calls_attention_once(index, size) else 0,
             key_value_width=2 * kv_heads * size,
             mlp_width=_mlp_width(config),
             window=_window(config, index),
         )
+
+    def _calls_attention_once(self, index: int, size: int) -> bool:
+        """Return whether a layer has one attention module, with heads of the config's size.
+
+        Every module of transformers that looks up its attention function says whether it is causal.
+        Convolutions and linear attention do not.
+        """
+        layer = self.body.get_submodule(f"{self.path}.{index}")
+        found = [module for module in layer.modules() if hasattr(module, "is_causal")]
+        return len(found) == 1 and getattr(found[0], "head_dim", size) == size
 
     def head(self) -> Block:
         """Return the head, which borrows the embedding's table if the two are tied."""

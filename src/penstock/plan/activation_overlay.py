@@ -4,7 +4,8 @@ A block's gradient is consumed by its optimizer sweep, before the block's forwar
 only after the block's backward. Between the two, its memory is free, and that is when activations
 need memory: the activation of a block exists from the forward of the previous block to the block's
 own backward, which comes before the backward of every earlier block. So the input can be stored in
-the gradients of earlier blocks, and needs no memory of its own.
+the gradients of earlier blocks, and needs no memory of its own. The same is true of what attention
+returned, which exists from the block's own forward to its own backward.
 
 With several rounds, or when calls accumulate gradients, gradients exist all the time and nothing
 can be overlaid.
@@ -17,7 +18,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from penstock.plan.placement import BlockPlacement, Home, Share
-from penstock.roles import Role
+from penstock.roles import PASSING, Role
 from penstock.tiers import Tier
 
 HOST = (Tier.DRAM, Tier.CXL)
@@ -26,7 +27,7 @@ activations there, and may run at any time."""
 
 
 class OverlaidActivation(NamedTuple):
-    """Where an overlaid activation is stored."""
+    """Where an overlaid activation, or what attention returned, is stored."""
 
     node: int
     """The NUMA node."""
@@ -44,20 +45,21 @@ def _only_share(home: Home | None) -> Share | None:
 
 def overlaid_activations(
     blocks: Sequence[BlockPlacement], *, rounds: int = 1, accumulate: bool = False
-) -> dict[int, OverlaidActivation]:
-    """Return, by block, the activations that need no memory of their own."""
-    overlaid: dict[int, OverlaidActivation] = {}
+) -> dict[tuple[int, Role], OverlaidActivation]:
+    """Return, by block and role, what needs no memory of its own."""
+    overlaid: dict[tuple[int, Role], OverlaidActivation] = {}
     if rounds > 1 or accumulate:
         return overlaid
     available: dict[int | None, int] = {}  # by node: bytes of earlier blocks' gradients
     used: dict[int | None, int] = {}
     for index, block in enumerate(blocks):
-        share = _only_share(block.home(Role.ACTIVATION))
-        if share is not None and share.node is not None:
-            offset = used.get(share.node, 0)
-            if offset + share.nbytes <= available.get(share.node, 0):
-                overlaid[index] = OverlaidActivation(share.node, offset)
-                used[share.node] = offset + share.nbytes
+        for role in PASSING:
+            share = _only_share(block.home(role))
+            if share is not None and share.node is not None:
+                offset = used.get(share.node, 0)
+                if offset + share.nbytes <= available.get(share.node, 0):
+                    overlaid[index, role] = OverlaidActivation(share.node, offset)
+                    used[share.node] = offset + share.nbytes
         # Only later blocks may use this block's gradient, so it is added last.
         share = _only_share(block.home(Role.GRADIENT))
         if share is not None:
@@ -70,8 +72,8 @@ def overlaid_nbytes(
 ) -> Counter[Tier]:
     """Return the bytes that overlaying saves, by tier."""
     saved: Counter[Tier] = Counter()
-    for index in overlaid_activations(blocks, rounds=rounds, accumulate=accumulate):
-        home = blocks[index].home(Role.ACTIVATION)
+    for index, role in overlaid_activations(blocks, rounds=rounds, accumulate=accumulate):
+        home = blocks[index].home(role)
         assert home is not None
         saved[home.shares[0].tier] += home.nbytes
     return saved

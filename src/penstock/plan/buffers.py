@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from penstock.errors import PlanError
+from penstock.model.attention_sizes import attention_result_nbytes
 from penstock.model.inventory import Block, Inventory
 from penstock.packed_weights import scratch_nbytes
 from penstock.plan.build_schedule import (
@@ -69,6 +70,10 @@ PIPE_UNIT = 64 * KiB
 
 STATES = "states in flight"
 """Name of the pool for states in host memory that the GPU sweeps."""
+
+ATTENTION_SLOT = "attention results in flight"
+"""Name of the pool for results of attention that are stored outside HBM, on their way out or
+in."""
 
 NCCL = "NCCL buffers"
 """Name of the pool that stands for NCCL's own memory, which is outside torch's allocator."""
@@ -140,6 +145,7 @@ def plan_pools(
         "gradient buffers": gradients,
         STATES: states_nbytes(states, on_gpu=context_nbytes > 0),
         "hidden states in flight": hidden_nbytes(inventory, workload, placement.rounds),
+        ATTENTION_SLOT: attention_slot_nbytes(inventory, workload, placement),
         **_caller_loss_pools(inventory, workload, placement),
         WORKSPACE: _workspace_nbytes(inventory, workload, on_gpu=context_nbytes > 0),
         **measured,
@@ -334,6 +340,33 @@ def activation_nbytes(inventory: Inventory, workload: Workload, rounds: int) -> 
 def activation_slots(workload: Workload, rounds: int) -> int:
     """Return the number of micro-batches for which a block's activation has memory."""
     return workload.live_forwards * micro_batches_per_round(workload, rounds)
+
+
+def attention_micro_nbytes(block: Block, workload: Workload) -> int:
+    """Return the bytes of what a layer's attention returns for one full micro-batch."""
+    nbytes = attention_result_nbytes(
+        tokens=workload.numerics.micro_batch * workload.context,
+        query_width=block.query_width,
+        heads=block.heads,
+        element=workload.formats().weight_format.weight,
+    )
+    return round_up(nbytes, EXTENT)
+
+
+def attention_slot_nbytes(inventory: Inventory, workload: Workload, placement: Placement) -> int:
+    """Return the bytes of HBM through which results of attention leave and return.
+
+    There is one slot for all layers. Results are copied to it and from it early in a layer, and are
+    offloaded or fetched during the rest of the layer.
+    """
+    return max(
+        (
+            attention_micro_nbytes(block, workload)
+            for block, at in zip(inventory.blocks, placement.blocks, strict=True)
+            if at.attention and not at.all_on(Role.ATTENTION, Tier.HBM)
+        ),
+        default=0,
+    )
 
 
 def hidden_nbytes(inventory: Inventory, workload: Workload, rounds: int) -> int:

@@ -176,12 +176,15 @@ class _ScheduleBuilder:
         """Append forward through all blocks but the head."""
         for i in range(self.index.count - 1):
             self.prefetch("forward", round)
-            # The output of block i overwrites the input of block i - 1, which must have left.
-            offloaded = self.offloaded.get((i - 1, Role.ACTIVATION))
-            waits = self.weights_of(self.index.owners(i)) + (
-                () if offloaded is None else (offloaded,)
-            )
+            waits = self.weights_of(self.index.owners(i))
+            # The output of block i overwrites the input of block i - 1, which must have left. The
+            # results of attention have one slot, which is written early in a block: those of block
+            # i - 1 leave while it computes, and those of block i - 2 have left before block i.
+            for key in ((i - 1, Role.ACTIVATION), (i - 2, Role.ATTENTION)):
+                waits += (self.offloaded[key],) if key in self.offloaded else ()
             self.compute(Verb.FORWARD, i, "forward", round, waits)
+            if self.keeps_activations and self.index.offloads_attention(i):
+                self.offload(i, Role.ATTENTION, "forward", round, after=self.computed[i])
             if self.keeps_activations and self.index.offloads_activation(i + 1):
                 self.offload(i + 1, Role.ACTIVATION, "forward", round, after=self.computed[i])
 
@@ -209,11 +212,12 @@ class _ScheduleBuilder:
             self.drop_gradients(round, keep=1)
             self.drop_sent(round, keep=1)
             waits = self.weights_of(self.index.owned_in_backward[i])
-            waits += self.in_hbm(i, Role.ACTIVATION)
+            waits += self.in_hbm(i, Role.ACTIVATION) + self.in_hbm(i, Role.ATTENTION)
             blocks = self.index.adds_to(i)
             self.compute(Verb.BACKWARD, i, "backward", round, waits + self.sums_so_far(blocks))
             self.exchange(blocks, i, round)
             self.drop(i, Role.ACTIVATION, "backward", round)
+            self.drop(i, Role.ATTENTION, "backward", round)
             self.offload_gradient(i, round)
         self.drop_gradients(round, keep=0)
         self.drop_sent(round, keep=0)
@@ -283,8 +287,9 @@ class _ScheduleBuilder:
             self.staged.append((self.operations[read], (at,)))
 
     def fetch_for_backward(self, block: int, round: int) -> None:
-        """Append fetches of the activations and the gradient sums that a backward needs."""
+        """Append fetches of what a backward needs: activations, attention, gradient sums."""
         wanted = [(block, Role.ACTIVATION)] if self.index.offloads_activation(block) else []
+        wanted += [(block, Role.ATTENTION)] if self.index.offloads_attention(block) else []
         if round > 0 or self.adds:
             added = (b for b in self.index.adds_to(block) if self.gradient_leaves(b))
             wanted += [(b, Role.GRADIENT) for b in added]

@@ -93,6 +93,10 @@ class BlockPlacement:
     """Number of micro-batches of each round, the first ones, for which everything that the layer's
     forward pass saves stays in HBM until its backward pass. The others are recomputed."""
 
+    attention: int = 0
+    """Number of micro-batches of each round, those after the `kept` ones, for which what attention
+    returned is saved (`Role.ATTENTION`), so that backward recomputes the layer without it."""
+
     # Looked up thousands of times for each schedule, so they are computed once.
     _homes: Mapping[Role, Home] = field(init=False, repr=False, compare=False)
     _tiers: Mapping[Role, frozenset[Tier]] = field(init=False, repr=False, compare=False)
@@ -101,8 +105,9 @@ class BlockPlacement:
         roles = [home.role for home in self.homes]
         if len(set(roles)) < len(roles):
             raise PlanError("homes", f"{self.block} has a role twice: {', '.join(roles)}")
-        if self.kept < 0:
-            raise PlanError("kept", f"must be 0 or more, got {self.kept}")
+        for name in ("kept", "attention"):
+            if getattr(self, name) < 0:
+                raise PlanError(name, f"must be 0 or more, got {getattr(self, name)}")
         tiers = {home.role: frozenset(share.tier for share in home.shares) for home in self.homes}
         object.__setattr__(self, "_homes", {home.role: home for home in self.homes})
         object.__setattr__(self, "_tiers", tiers)
@@ -125,6 +130,11 @@ class BlockPlacement:
     def streams_states(self) -> bool:
         """Whether the GPU sweeps the block, and its states are in host memory."""
         return self.sweep == "gpu" and not self.all_on(Role.GRADIENT, Tier.HBM)
+
+    @property
+    def attended(self) -> range:
+        """Micro-batches of a round for which the results of attention are saved."""
+        return range(self.kept, self.kept + self.attention)
 
     def all_on(self, role: Role, tier: Tier) -> bool:
         """Return whether the block has the role and stores all of it in the tier."""

@@ -46,6 +46,7 @@ class PlacementIndex:
     _weight_on_nvme: tuple[bool, ...]
     _kept: tuple[bool, ...]
     _offloads_activation: tuple[bool, ...]
+    _offloads_attention: tuple[bool, ...]
     _gradient_leaves: tuple[bool, ...]
 
     @classmethod
@@ -71,7 +72,7 @@ class PlacementIndex:
             tuple(at.kept > 0 for at in blocks),
             *(
                 tuple(at.home(role) is not None and not at.all_on(role, hbm) for at in blocks)
-                for role in (Role.ACTIVATION, Role.GRADIENT)
+                for role in (Role.ACTIVATION, Role.ATTENTION, Role.GRADIENT)
             ),
         )  # fmt: skip
 
@@ -116,6 +117,10 @@ class PlacementIndex:
     def offloads_activation(self, block: int) -> bool:
         """Return whether the block's activation is stored outside HBM."""
         return self._offloads_activation[block]
+
+    def offloads_attention(self, block: int) -> bool:
+        """Return whether results of the block's attention are stored outside HBM."""
+        return self._offloads_attention[block]
 
     def is_kept(self, block: int) -> bool:
         """Return whether backward computes with something that the block's forward has saved."""

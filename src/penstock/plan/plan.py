@@ -27,6 +27,7 @@ from penstock.plan.buffers import (
     NCCL,
     BufferPool,
     activation_nbytes,
+    attention_micro_nbytes,
     memory_pools,
     role_nbytes,
 )
@@ -37,7 +38,7 @@ from penstock.plan.staging import choose_staging_node
 from penstock.plan.working_memory import WorkingMemory
 from penstock.plan.workload import Workload
 from penstock.records import Bytes
-from penstock.roles import EXTENT, STATE, SWEEP_LEAF, TRAINED, Role
+from penstock.roles import EXTENT, PASSING, STATE, SWEEP_LEAF, TRAINED, Role
 from penstock.tiers import Tier
 from penstock.units import format_bytes
 
@@ -98,7 +99,7 @@ class Plan:
             for index, block in enumerate(self.placement.blocks)
             for home in block.homes
             for share in home.shares
-            if home.role is not Role.ACTIVATION or index not in overlaid
+            if (index, home.role) not in overlaid
         )
         object.__setattr__(self, "_shares", shares)
         for tier in Tier:
@@ -151,8 +152,8 @@ class Plan:
 
     # Bytes.
 
-    def overlaid_activations(self) -> dict[int, OverlaidActivation]:
-        """Return, by block, the activations that are stored in the memory of gradients."""
+    def overlaid_activations(self) -> dict[tuple[int, Role], OverlaidActivation]:
+        """Return, by block and role, what is stored in the memory of gradients."""
         accumulate, placement = self.workload.accumulate, self.placement
         return overlaid_activations(
             placement.blocks, rounds=placement.rounds, accumulate=accumulate
@@ -160,13 +161,14 @@ class Plan:
 
     def at_rest(self, tier: Tier) -> int:
         """Return the bytes of weights, optimizer states and gradients stored between steps."""
-        return sum(s.nbytes for r, s in self._shares if s.tier is tier and r is not Role.ACTIVATION)
+        return sum(s.nbytes for r, s in self._shares if s.tier is tier and r not in PASSING)
 
     def activations(self, tier: Tier) -> int:
-        """Return the bytes of saved activations, without those stored in gradients' memory."""
-        return sum(
-            s.nbytes for role, s in self._shares if s.tier is tier and role is Role.ACTIVATION
-        )
+        """Return the bytes of saved activations, without those stored in gradients' memory.
+
+        What attention returned counts as well.
+        """
+        return sum(s.nbytes for role, s in self._shares if s.tier is tier and role in PASSING)
 
     def pool_nbytes(self, tier: Tier) -> int:
         """Return the bytes of all buffer pools."""
@@ -253,6 +255,7 @@ class Plan:
             )
         inventory = self.workload.stored(inventory)
         for number in range(len(blocks)):
+            self._check_attention(inventory.blocks[number], number)
             self._check_homes(inventory, number)
             self._check_sweep(inventory.blocks[number], number)
             self._check_kept(inventory, number)
@@ -276,6 +279,8 @@ class Plan:
         }
         if spec.kind == "layer":
             sizes[Role.ACTIVATION] = activation_nbytes(inventory, self.workload, rounds)
+        if placed.attention:
+            sizes[Role.ATTENTION] = placed.attention * attention_micro_nbytes(spec, self.workload)
         for role, nbytes in sizes.items():
             if formats.has(role) and placed.home(role) is None and nbytes:
                 raise PlanError(where, f"has no home for {role}, which {spec.name} needs")
@@ -340,6 +345,35 @@ class Plan:
                 where,
                 f"is {placed.kept}, so the activation of {placed.block} must be in HBM: what is "
                 f"saved refers to it",
+            )
+
+    def _check_attention(self, spec: Block, number: int) -> None:
+        """Raise PlanError if what a block's attention returns cannot be saved."""
+        placed, where = self.placement.blocks[number], f"placement.blocks[{number}].attention"
+        if not placed.attention:
+            if placed.home(Role.ATTENTION) is not None:
+                raise PlanError(where, f"is 0, but {placed.block} has a home for its results")
+            return
+        if not spec.heads:
+            raise PlanError(
+                where,
+                f"is {placed.attention}, but {placed.block} does not call attention once; it must "
+                f"be 0",
+            )
+        if not self.workload.may_save_attention:
+            raise PlanError(
+                where,
+                f"is {placed.attention}, but results of attention are saved only with attention "
+                f"varlen, numerics.forward training, and a loss that the engine computes; make a "
+                f"new plan with `penstock plan`",
+            )
+        home = placed.home(Role.ATTENTION)
+        in_hbm = home is not None and home.on(Tier.HBM)
+        if placed.touches(Role.ATTENTION, Tier.NVME) or in_hbm not in (0, home and home.nbytes):
+            raise PlanError(
+                where,
+                f"is {placed.attention}, so what attention of {placed.block} returns must be in "
+                f"HBM, or in dram and cxl",
             )
 
     def _check_split(self, spec: Block, placed: BlockPlacement, where: str) -> None:

@@ -53,12 +53,13 @@ class Verb(StrEnum):
     """Run the head forward and backward in one operation, so that only one chunk's logits exist."""
 
     BACKWARD = "backward"
-    """Recompute from the block's activation, then run backward, on all micro-batches of the
-    round."""
+    """Recompute from the block's activation, without attention where its results were saved, then
+    run backward, on all micro-batches of the round."""
 
     OFFLOAD = "drain"  # the value is in recorded timelines and events
-    """Offload from HBM: gradients, and activations that backward needs. On the way to NVMe they
-    pass through host memory in small pieces within this one operation. FETCH is its inverse."""
+    """Offload from HBM: gradients, and activations and results of attention that backward needs. On
+    the way to NVMe they pass through host memory in small pieces within this one operation. FETCH
+    is its inverse."""
 
     DROP = "drop"
     """Mark a buffer in HBM as free."""
@@ -126,6 +127,10 @@ class Operation(NamedTuple):
                 # Lanes of their own, so that states never wait behind the weights of a block that
                 # the CPU has not swept yet.
                 return "fetch states" if self.verb is Verb.FETCH else "drain states"
+            case Verb.FETCH | Verb.OFFLOAD if Role.ATTENTION in self.roles:
+                # Lanes of their own: those of a layer's last micro-batch would otherwise be issued
+                # before the activation of its first one, for which the next layer waits.
+                return "fetch attention" if self.verb is Verb.FETCH else "drain attention"
             case Verb.FETCH:
                 return "fetch inputs" if Role.ACTIVATION in self.roles else "fetch"
             case Verb.OFFLOAD:

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from penstock.model.attention_sizes import attention_result_nbytes
 from penstock.model.inventory import Inventory
 from penstock.plan.buffers import deal_micro_batches
 from penstock.plan.lifetimes import operation_span, piece_span
@@ -84,6 +85,26 @@ class Traffic:
         `shapes` are those of the micro-batches of the operation's round. The transfers of a CPU
         sweep are its reads and writes of memory.
         """
+        moved = [shapes[micro] for micro in self.micro_batches(operation, len(shapes))]
+        return self._transfers(operation, moved)
+
+    def micro_transfers(
+        self, operation: Operation, shapes: Sequence[MicroBatchShape]
+    ) -> dict[int, tuple[LinkTransfer, ...]]:
+        """Return the same by micro-batch, of an operation that moves one after another."""
+        numbers = self.micro_batches(operation, len(shapes))
+        return {micro: self._transfers(operation, [shapes[micro]]) for micro in numbers}
+
+    def micro_batches(self, operation: Operation, count: int) -> range:
+        """Return which of the `count` micro-batches of its round an operation moves."""
+        if operation.roles != (Role.ATTENTION,):
+            return range(count)
+        attended = self.placement.blocks[operation.block].attended
+        return range(min(attended.start, count), min(attended.stop, count))
+
+    def _transfers(
+        self, operation: Operation, shapes: Sequence[MicroBatchShape]
+    ) -> tuple[LinkTransfer, ...]:
         match operation.verb:
             case Verb.FETCH | Verb.OFFLOAD if operation.gpu:
                 transfers = self._state_transfers(operation)
@@ -143,6 +164,16 @@ class Traffic:
         if role is Role.ACTIVATION:
             width = self.formats.nbytes(role, self.inventory.hidden)
             return [rows * length * width for rows, length in shapes]
+        if role is Role.ATTENTION:
+            return [
+                attention_result_nbytes(
+                    tokens=rows * length,
+                    query_width=block.query_width,
+                    heads=block.heads,
+                    element=self.formats.weight_format.weight,
+                )
+                for rows, length in shapes
+            ]
         if role is Role.GRADIENT:
             spans = block.pieces(self.placement.piece_elements)
             if not any(share.path for share in self._shares(operation.block, role)):

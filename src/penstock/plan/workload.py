@@ -291,6 +291,14 @@ class Workload:
         """
         return self.numerics.forward == "training" and self.caller_loss is None
 
+    @property
+    def may_save_attention(self) -> bool:
+        """Whether a plan may save what attention returned in the forward pass of a layer.
+
+        PyTorch's own attention (`sdpa`) does not tell what its backward pass needs.
+        """
+        return self.may_keep and self.numerics.attention == "varlen"
+
     def formats(self, rounds: int = 1) -> Formats:
         """Return the storage formats for a step of `rounds` rounds."""
         accumulates = rounds > 1 or self.accumulate

@@ -103,12 +103,19 @@ class Candidate:
     gpu_swept: frozenset[int] = frozenset()
     """Blocks in host memory whose states pass through HBM, where the GPU sweeps them."""
 
+    attention: tuple[Location | None, ...] = ()
+    """For each block, where the results of its attention are saved, for all forward passes that are
+    not kept; None if they are computed again. Empty if nothing is saved."""
+
     # Candidates are keys of several caches, and the locations of a large model take long to hash.
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         value = hash(
-            (self.locations, self.rounds, self.slots, self.ahead, self.kept, self.gpu_swept)
+            (
+                *(self.locations, self.rounds, self.slots, self.ahead, self.kept),
+                *(self.gpu_swept, self.attention),
+            )
         )
         object.__setattr__(self, "_hash", value)
 
@@ -123,6 +130,10 @@ class Candidate:
     def kept_of(self, block: int) -> int:
         """Return for how many micro-batches of a round a block keeps what its forward saves."""
         return self.kept[block] if self.kept else 0
+
+    def attention_of(self, block: int) -> Location | None:
+        """Return where the results of a block's attention are saved, or None."""
+        return self.attention[block] if self.attention else None
 
     @property
     def placed(self) -> tuple[BlockLocations, ...]:

@@ -22,7 +22,10 @@ from penstock.plan.buffers import (
     CUDA_CONTEXT,
     BufferPool,
     activation_nbytes,
+    attention_micro_nbytes,
+    attention_slot_nbytes,
     mailboxes_nbytes,
+    micro_batches_per_round,
     pipe_lanes,
     pipe_nbytes,
     plan_pools,
@@ -140,9 +143,7 @@ class PlanEvaluator:
     _coarse_elements: int = field(init=False)
     _coarse_states: int = field(init=False)
     _capacities: dict[Tier, int] = field(init=False)
-    _blocks: dict[tuple[int, BlockLocations, int, int, bool], BlockPlacement] = field(
-        init=False, default_factory=dict
-    )
+    _blocks: dict[object, BlockPlacement] = field(init=False, default_factory=dict)
     _block_nbytes: dict[tuple[int, BlockLocations, int], Mapping[Tier, int]] = field(
         init=False, default_factory=dict
     )
@@ -243,9 +244,19 @@ class PlanEvaluator:
             for nbytes_by_tier, count in self._nbytes_of_blocks(candidate):
                 for tier, nbytes in nbytes_by_tier.items():
                     total[tier] += count * nbytes
+            total.update(self._attention_nbytes(candidate))
             total.subtract(self.overlaid_nbytes(candidate))
             self._stored[candidate] = total
         return self._stored[candidate].copy()
+
+    def _attention_nbytes(self, candidate: Candidate) -> Counter[Tier]:
+        """Return the bytes of what attention returned, by tier."""
+        total: Counter[Tier] = Counter()
+        for block in self._block_placements(candidate) if candidate.attention else ():
+            home = block.home(Role.ATTENTION)
+            for share in home.shares if home else ():
+                total[share.tier] += share.nbytes
+        return total
 
     def _nvme_nbytes(self, candidate: Candidate) -> int:
         """Return the bytes stored on NVMe, where no activation is overlaid."""
@@ -269,7 +280,8 @@ class PlanEvaluator:
     def overlaid_blocks(self, locations: Sequence[BlockLocations], rounds: int) -> set[int]:
         """Return the blocks whose activations are stored in the memory of gradients."""
         blocks = [self._block(i, each, rounds) for i, each in enumerate(locations)]
-        return set(overlaid_activations(blocks, rounds=rounds, accumulate=self.workload.accumulate))
+        overlaid = overlaid_activations(blocks, rounds=rounds, accumulate=self.workload.accumulate)
+        return {block for block, _ in overlaid}
 
     def _stored_block_nbytes(
         self, index: int, locations: BlockLocations, rounds: int
@@ -459,20 +471,42 @@ class PlanEvaluator:
     def _block_placements(self, candidate: Candidate) -> tuple[BlockPlacement, ...]:
         rounds = candidate.rounds
         return tuple(
-            self._block(i, each, rounds, candidate.kept_of(i), i in candidate.gpu_swept)
+            self._block(
+                i, each, rounds, candidate.kept_of(i), i in candidate.gpu_swept,
+                candidate.attention_of(i),
+            )
             for i, each in enumerate(candidate.placed)
-        )
+        )  # fmt: skip
 
     def _block(
-        self, index: int, locations: BlockLocations, rounds: int, kept: int = 0, gpu: bool = False
+        self,
+        index: int,
+        locations: BlockLocations,
+        rounds: int,
+        kept: int = 0,
+        gpu: bool = False,
+        attention: Location | None = None,
     ) -> BlockPlacement:
-        key = (index, locations, rounds, kept, gpu)
+        key = (index, locations, rounds, kept, gpu, attention)
         if key not in self._blocks:
             block = self._make_block(index, locations, rounds)
             side: SweepSide = "gpu" if gpu else block.sweep
-            changed = kept or side != block.sweep
-            self._blocks[key] = replace(block, kept=kept, sweep=side) if changed else block
+            if kept or side != block.sweep:
+                block = replace(block, kept=kept, sweep=side)
+            self._blocks[key] = self._with_attention(index, block, rounds, attention)
         return self._blocks[key]
+
+    def _with_attention(
+        self, index: int, block: BlockPlacement, rounds: int, location: Location | None
+    ) -> BlockPlacement:
+        """Return the block with saved results of attention for all passes that are not kept."""
+        passes = micro_batches_per_round(self.workload, rounds) - block.kept
+        model = self.inventory.blocks[index]
+        if location is None or passes < 1 or not model.heads:
+            return block
+        nbytes = passes * attention_micro_nbytes(model, self.workload)
+        home = self._equal_home(nbytes, Role.ATTENTION, location)
+        return replace(block, homes=(*block.homes, home), attention=passes)
 
     def _make_block(self, index: int, locations: BlockLocations, rounds: int) -> BlockPlacement:
         homes: list[Home] = []
@@ -505,12 +539,15 @@ class PlanEvaluator:
             nbytes = self._role_nbytes(block, role, rounds, split=split)
             if role is Role.WEIGHT and location is Location.HBM:
                 nbytes *= self.inventory.shards  # whole on every rank: see `role_nbytes`
-            value = (nbytes, role, location)
-            if value not in self._equal_homes:
-                shares = stripe(nbytes, self._stripe_weights[location])
-                self._equal_homes[value] = Home(role=role, shares=shares)
-            self._homes[key] = self._equal_homes[value]
+            self._homes[key] = self._equal_home(nbytes, role, location)
         return self._homes[key]
+
+    def _equal_home(self, nbytes: int, role: Role, location: Location) -> Home:
+        value = (nbytes, role, location)
+        if value not in self._equal_homes:
+            shares = stripe(nbytes, self._stripe_weights[location])
+            self._equal_homes[value] = Home(role=role, shares=shares)
+        return self._equal_homes[value]
 
     def _role_nbytes(self, block: int, role: Role, rounds: int, *, split: bool = False) -> int:
         if role is Role.ACTIVATION:
@@ -604,7 +641,9 @@ class QuickSizer:
         key = HbmKey(resident, split, candidate.rounds, candidate.slots, candidate.ahead)
         if key not in self.hbm_cache:
             locations = tuple(map(_in_hbm_or_dram, candidate.locations))
-            others = replace(candidate, locations=locations, kept=(), gpu_swept=frozenset())
+            others = replace(
+                candidate, locations=locations, kept=(), gpu_swept=frozenset(), attention=()
+            )
             placement = self.placement(others)
             pools = plan_pools(
                 self.inventory,
@@ -615,7 +654,14 @@ class QuickSizer:
                 context_nbytes=self.context_nbytes,
             )
             self.hbm_cache[key] = sum(pool.nbytes for pool in pools if pool.tier is Tier.HBM)
-        return self.hbm_cache[key] + self._kept_nbytes(candidate) + self._states_nbytes(candidate)
+        added = self._kept_nbytes(candidate) + self._states_nbytes(candidate)
+        return self.hbm_cache[key] + added + self._attention_slot_nbytes(candidate)
+
+    def _attention_slot_nbytes(self, candidate: Candidate) -> int:
+        """Return the bytes of the slot for results of attention that are stored outside HBM."""
+        if not candidate.attention:
+            return 0
+        return attention_slot_nbytes(self.inventory, self.workload, self.placement(candidate))
 
     def _states_nbytes(self, candidate: Candidate) -> int:
         """Return the bytes of pieces in HBM that the GPU sweeps there."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ from penstock.planner.resource_names import (
     long_name,
     role_name,
 )
+from penstock.roles import Role
 from penstock.tiers import Tier
 from penstock.units import format_bytes, format_seconds
 
@@ -40,6 +42,8 @@ LANE_NAMES = {
     "fetch inputs": "activations to GPU",
     "drain": "gradients from GPU",
     "drain inputs": "activations from GPU",
+    "fetch attention": "attention results to GPU",
+    "drain attention": "attention results from GPU",
     "ranks": "GPU to GPU",
     "sweep": "CPU optimizer sweep",
     "gpu sweep": "GPU optimizer sweep",
@@ -95,14 +99,18 @@ def plan_json(result: PlanResult) -> dict[str, Any]:
     }
 
 
-def _recompute_json(plan: Plan) -> dict[str, int]:
-    """Return how many forward passes of layers a round has, and how many are not recomputed."""
+def _recompute_json(plan: Plan) -> dict[str, Any]:
+    """Return how many forward passes of layers a round has, and how many are not recomputed.
+
+    `saved_attention` has, by tier, the number of layers that are recomputed without attention.
+    """
     kept, each = kept_passes(plan), micro_batches_per_round(plan.workload, plan.placement.rounds)
     return {
         "layers": len(kept),
         "kept_layers": sum(count == each for count in kept),
         "passes": each * len(kept),
         "kept_passes": sum(kept),
+        "saved_attention": {tier.value: count for tier, count in saved_attention(plan).items()},
     }
 
 
@@ -315,6 +323,7 @@ def summary(result: PlanResult, machine: Machine) -> str:
         f"micro-batch {plan.workload.numerics.micro_batch}, {_residents(plan)}",
         *sweep_lines(result),
         *kept_lines(plan),
+        *attention_lines(plan),
         *rank_lines(plan),
         *not_reproducible(plan),
     ]
@@ -353,6 +362,29 @@ def kept_lines(plan: Plan) -> list[str]:
     elif part:
         text += f", and {len(part)} for some of {each} micro-batches"
     return [text]
+
+
+def attention_lines(plan: Plan) -> list[str]:
+    """Return how many layers are recomputed without attention; nothing if none is."""
+    saved = saved_attention(plan)
+    if not saved:
+        return []
+    layers = len(plan.placement.blocks) - 2
+    places = ", ".join(f"{count} in {tier.value.upper()}" for tier, count in saved.items())
+    return [f"attention: results of {saved.total()} of {layers} layers saved ({places})"]
+
+
+def saved_attention(plan: Plan) -> Counter[Tier]:
+    """Return, by tier, the number of layers whose results of attention are saved.
+
+    Results in DRAM and CXL memory count for the tier with more of them.
+    """
+    found: Counter[Tier] = Counter()
+    for block in plan.placement.blocks:
+        home = block.home(Role.ATTENTION)
+        if home is not None:
+            found[max(Tier, key=home.on)] += 1
+    return Counter({tier: found[tier] for tier in Tier if found[tier]})
 
 
 def kept_passes(plan: Plan) -> list[int]:

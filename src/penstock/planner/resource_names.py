@@ -29,6 +29,7 @@ ROLE_NAMES = {
     "second": "second moments",
     "gradient": "gradients",
     "input": "activations",
+    "attention": "attention results",
 }
 """Names of roles in tables for people."""
 

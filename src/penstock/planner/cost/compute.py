@@ -22,7 +22,7 @@ class ComputeTime:
         self, inventory: Inventory, workload: Workload, placement: Placement, rates: Rates
     ) -> None:
         self.inventory, self.workload, self.rates = inventory, workload, rates
-        self._kept = [block.kept for block in placement.blocks]
+        self._blocks = placement.blocks
         rounds = placement.rounds
         sequences = sequences_by_round(workload, rounds)
         self.tokens = [n * workload.context for n in sequences]
@@ -39,16 +39,24 @@ class ComputeTime:
         args = (self.inventory, block, self.workload.context)
         seconds = tokens * token_seconds(*args, operation.verb, self.rates)
         if operation.verb is Verb.BACKWARD:  # what is kept is not computed again
-            kept = self.kept_passes(operation) * self.workload.numerics.micro_batch
-            saved = min(tokens, kept * self.workload.context)
-            seconds -= saved * token_seconds(*args, Verb.FORWARD, self.rates)
+            kept, attended = self._saved_tokens(operation)
+            seconds -= kept * token_seconds(*args, Verb.FORWARD, self.rates)
+            _, attention = operations(block, self.workload.context, Verb.FORWARD)
+            seconds -= attended * attention / self.rates.attention_flops
         return seconds + (self._dequantize_seconds(block) if tokens else 0.0)
 
     def kept_passes(self, operation: Operation) -> int:
         """Return for how many micro-batches of its round an operation finds what was saved."""
         if operation.verb is not Verb.BACKWARD:
             return 0
-        return min(self._kept[operation.block], self.micro_batches[operation.round])
+        return min(self._blocks[operation.block].kept, self.micro_batches[operation.round])
+
+    def _saved_tokens(self, operation: Operation) -> tuple[int, int]:
+        """Return for how many tokens of its round everything was saved, or attention's results."""
+        at, tokens = self._blocks[operation.block], self.tokens[operation.round]
+        each = self.workload.numerics.micro_batch * self.workload.context
+        kept = min(tokens, at.kept * each)
+        return kept, min(tokens, at.attended.stop * each) - kept
 
     def _dequantize_seconds(self, block: Block) -> float:
         """Return how long it takes to dequantize a block's weights, once for a round."""

@@ -197,9 +197,11 @@ class StepTimer:
         kinds, rounds = self.inventory.kinds, placement.rounds
         last_layer = len(placement.blocks) - 2
         for block, at in enumerate(placement.blocks):
-            # The last layer's activation may overlap the loss: see `_required_work`.
+            # What the last layers save may overlap the loss: see `_required_work`.
             gpu = at.sweep == "gpu"
-            key = (kinds[block], block == last_layer, rounds, at.kept, gpu, *map(id, at.homes))
+            ends = min(2, last_layer - block) if at.attention else block == last_layer
+            saved = (at.kept, at.attention)
+            key = (kinds[block], ends, rounds, *saved, gpu, *map(id, at.homes))
             alike.setdefault(key, []).append(block)
         for key, blocks in alike.items():
             work = self._required.get(key)
@@ -338,6 +340,12 @@ def _required_work(builder: JobBuilder, block: int) -> _RequiredWork:
             inner = block < last_layer
             (before if inner and round == 0 else either).append(offload)
             (after if inner else either).append(fetch)
+        if at.home(Role.ATTENTION):
+            # Those of the last two layers may leave while the loss is computed.
+            offload = Operation(Verb.OFFLOAD, block, (Role.ATTENTION,), "forward", round)
+            fetch = Operation(Verb.FETCH, block, (Role.ATTENTION,), "backward", round)
+            (before if block < last_layer - 1 and round == 0 else either).append(offload)
+            (after if block < last_layer else either).append(fetch)
     frozen = Role.WEIGHT in staged and model.shard_elements(False) > 0
     frozen |= at.touches(Role.FROZEN, Tier.NVME)
     by_resource: dict[str, _Seconds] = defaultdict(_Seconds)

@@ -127,7 +127,8 @@ class JobBuilder:
                 length = None if piece is None else lengths[block][piece]
                 key = (verb, roles, gpu, length, kinds[block])
             else:
-                key = (verb, block, round, rounds, self.placement.blocks[block].kept)
+                at_block = self.placement.blocks[block]
+                key = (verb, block, round, rounds, at_block.kept, at_block.attention)
             demands = known.get(key)
             if demands is None:
                 demands = known[key] = self._demands(operation)

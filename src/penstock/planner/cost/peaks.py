@@ -21,7 +21,7 @@ from penstock.plan.lifetimes import (
 from penstock.plan.placement import Placement
 from penstock.plan.schedule import Operation, Schedule, Verb
 from penstock.plan.workload import Workload
-from penstock.roles import Role
+from penstock.roles import PASSING, Role
 from penstock.tiers import Tier
 
 PHASES = ("sweep", "forward", "backward")
@@ -54,7 +54,7 @@ def phase_peaks(
         placement.blocks, rounds=placement.rounds, accumulate=workload.accumulate
     )
     uses += [
-        use for block, use in _activations(placement, schedule.operations) if block not in overlaid
+        use for key, use in _activations(placement, schedule.operations) if key not in overlaid
     ]
     return _peaks(_permanent(placement, pools), uses, schedule.operations)
 
@@ -64,7 +64,7 @@ def _permanent(placement: Placement, pools: Iterable[BufferPool]) -> Counter[Tie
     total: Counter[Tier] = Counter()
     for block in placement.blocks:
         for home in block.homes:
-            for share in home.shares if home.role is not Role.ACTIVATION else ():
+            for share in home.shares if home.role not in PASSING else ():
                 total[share.tier] += share.nbytes
     for pool in pools:
         if pool.what not in TEMPORARY:
@@ -74,22 +74,22 @@ def _permanent(placement: Placement, pools: Iterable[BufferPool]) -> Counter[Tie
 
 def _activations(
     placement: Placement, operations: Sequence[Operation]
-) -> Iterator[tuple[int, _Use]]:
-    """Yield blocks and the use of their activations.
+) -> Iterator[tuple[tuple[int, Role], _Use]]:
+    """Yield blocks, and the use of their activations and of what their attention returned.
 
-    An activation is in use from the forward that produces it to the backward that needs it last.
+    They are in use from the forward that produces them to the backward that needs them last.
     """
-    produced_at: dict[int, int] = {}
+    produced_at: dict[tuple[int, Role], int] = {}
     for at, operation in enumerate(operations):
         if operation.verb is Verb.FORWARD:
-            produced_at[operation.block + 1] = at
-        elif operation.verb is Verb.BACKWARD and operation.block in produced_at:
-            home = placement.blocks[operation.block].home(Role.ACTIVATION)
-            for share in home.shares if home else ():
-                yield (
-                    operation.block,
-                    (share.tier, share.nbytes, produced_at[operation.block], at + 1),
-                )
+            produced_at[operation.block + 1, Role.ACTIVATION] = at
+            produced_at[operation.block, Role.ATTENTION] = at
+        elif operation.verb is Verb.BACKWARD:
+            for role in PASSING:
+                key = (operation.block, role)
+                home = placement.blocks[operation.block].home(role)
+                for share in home.shares if home and key in produced_at else ():
+                    yield key, (share.tier, share.nbytes, produced_at[key], at + 1)
 
 
 def _peaks(
