@@ -26,6 +26,7 @@ from penstock.planner.initial_candidates import (
     spread,
 )
 from penstock.planner.kept_layers import keep_layers
+from penstock.planner.saved_attention import save_attention
 from penstock.planner.sweep_sides import share_sweeps
 from penstock.tiers import Tier
 
@@ -93,6 +94,7 @@ def search(
     if found is None:
         return None
     kept = keep_layers(evaluator, found, exact=exact)
+    kept = save_attention(evaluator, kept, exact=exact)
     return share_sweeps(evaluator, kept, exact=exact) if effort.gpu_sweeps else kept
 
 
