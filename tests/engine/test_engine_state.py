@@ -86,6 +86,20 @@ def test_another_seed_is_refused(tmp_path: Path) -> None:
         engine.read(folder)
 
 
+def test_a_model_with_other_tensors_is_refused_with_their_names(tmp_path: Path) -> None:
+    setup, folder = Setup.of("llama"), tmp_path / "saved"
+    folder.mkdir()
+    with setup.engine(DRAM, tmp_path) as engine:
+        engine.step(setup.batches(1)[0])
+        engine.write(folder)
+
+    with (
+        Setup.of("llama", freeze=()).engine(DRAM, tmp_path) as engine,
+        pytest.raises(EngineStateError, match="tensors are trained now that it did not train"),
+    ):
+        engine.read(folder)
+
+
 CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "micro-batch": ({"micro_batch": 1}, "micro_batch was 2 and is 1"),
     "clip": ({"clip": 0.25}, "clip was 0.5 and is 0.25"),

@@ -82,7 +82,7 @@ CASES: dict[str, tuple[Spoil, str]] = {
     "model type": (unknown_type, "no_such_model"),
     "missing shard": (no_shard, "model-00001-of-00002.safetensors"),
     "corrupt weights": (torn_weights, "was interrupted"),
-    "no weights": (no_weights, "neither model.safetensors nor"),
+    "no weights": (no_weights, "has a config but no weights; pass --init random"),
     "another shape": (other_shape, "use weights and config.json of the same model"),
     "no tokenizer": (no_tokenizer, "has no tokenizer"),
     "no template": (no_template, "no chat template"),
@@ -110,6 +110,20 @@ def test_a_bad_input_is_reported_in_one_message(name: str, runs: Runs, tmp_path:
     assert ended.errors.count("error: ") == 1
     assert "Traceback" not in ended.errors
     assert not (tmp_path / "out/model.safetensors").exists()
+
+
+def test_missing_weights_are_reported_before_the_data_is_read(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model(tmp_path / "model", weights=False)
+    flags = runs.flags(tmp_path / "out", *RESIDENT, "--steps", "1")
+    flags[1] = str(model)
+    monkeypatch.setattr("penstock.train.session.load_data", None)
+
+    ended = run_command(flags)
+
+    assert ended.code == 1, ended.errors
+    assert f"{model} has a config but no weights" in ended.errors
 
 
 def test_a_batch_with_a_bad_token_is_named_and_saved(runs: Runs, tmp_path: Path) -> None:

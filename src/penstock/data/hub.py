@@ -50,7 +50,9 @@ class HubDataset:
             self._rows = self._library.load_dataset(hub_id.owner, *config, split=split, **options)
             self.size = self._count_rows(split)
         except Exception as error:  # network, permission, unknown split: quote the library
-            raise SourceError(name, f"cannot be loaded from the Hub: {error}") from None
+            raise SourceError(
+                name, f"there is no such file, and it cannot be loaded from the Hub: {error}"
+            ) from None
 
     def identity(self) -> list[str | int]:
         if self._streaming:

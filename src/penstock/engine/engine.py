@@ -220,8 +220,9 @@ class EngineState:
 
     def check(self, engine: Engine) -> None:
         """Raise EngineStateError unless the engine can continue from this state."""
+        if self.fingerprint != engine.inventory.fingerprint:
+            raise EngineStateError("fingerprint", self._describe_tensors(engine))
         for name, now in (
-            ("fingerprint", engine.inventory.fingerprint),
             ("optimizer", engine.workload.optimizer),
             ("momentum", engine.workload.momentum),
             ("dtype", engine.workload.dtype),
@@ -245,6 +246,24 @@ class EngineState:
                 "contain other tensors than in the checkpoint; resume with the same param_groups",
             )
 
+    def _describe_tensors(self, engine: Engine) -> str:
+        """Say how the tensors differ from those of the checkpoint, and what to do."""
+        saved, groups = _trained_names(self.groups), engine.optimizer.param_groups
+        now = _trained_names([_group_record(engine, group) for group in groups])
+        changes = [
+            f"{len(names)} {words}, such as {min(names)}"
+            for names, words in (
+                (saved - now, "of its trained tensors are not trained now"),
+                (now - saved, "tensors are trained now that it did not train"),
+            )
+            if names
+        ]
+        reason = "; ".join(changes) or "sizes or frozen tensors differ"
+        return (
+            f"the checkpoint has other tensors than this model, or others of them are trained: "
+            f"{reason}. Resume with the same model, adapter and frozen tensors"
+        )
+
     def restore(self, engine: Engine) -> None:
         """Set the engine's counters, loss scale and parameter groups."""
         engine.steps, engine.batches = self.steps, self.batches
@@ -254,6 +273,17 @@ class EngineState:
             for name, value in saved.items():
                 if name != "params":
                     group[name] = tuple(value) if isinstance(value, list) else value
+
+
+def _trained_names(groups: Any) -> set[str]:
+    """Return the names in parameter groups, as far as they are well-formed."""
+    found: set[str] = set()
+    for group in groups if isinstance(groups, list) else []:
+        names = group.get("params") if isinstance(group, dict) else None
+        found |= (
+            {name for name in names if isinstance(name, str)} if isinstance(names, list) else set()
+        )
+    return found
 
 
 def _check_group(

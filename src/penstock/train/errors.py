@@ -115,6 +115,65 @@ class NotResumableError(TrainError):
         )
 
 
+class ModelChangedError(TrainError):
+    """A resume names another model than the run has."""
+
+    def __init__(self, path: str, *, model: str, given: str) -> None:
+        self.path, self.model, self.given = path, model, given
+        super().__init__(
+            f"{path} is a run of {model}, and you passed {given}. Leave the model out to continue, "
+            f"or choose another --out to start a new run"
+        )
+
+
+class AdapterChangedError(TrainError):
+    """A resume adds an adapter to a run that trains all parameters, or takes it away.
+
+    `saved` and `given` are the options of `--lora`; "" without one.
+    """
+
+    def __init__(self, path: str, *, model: str, saved: str, given: str) -> None:
+        self.path, self.model, self.saved, self.given = path, model, saved, given
+        if given:
+            text = (
+                f"{path}: this run trains all parameters; --lora cannot be added on resume. Leave "
+                f"it out, or start a new run: penstock train {model} --lora {given} --out NEW"
+            )
+        else:
+            text = (
+                f"{path}: this run trains a LoRA adapter; it cannot continue without one. Resume "
+                f"with --lora {saved}, or start a new run: penstock train {model} --out NEW"
+            )
+        super().__init__(text)
+
+
+class TrainedTensorsError(TrainError):
+    """A resume has other tensors than the checkpoint, or trains others.
+
+    `changes` says which settings differ, as far as that is known.
+    """
+
+    def __init__(self, path: str, changes: Sequence[str]) -> None:
+        self.path, self.changes = path, tuple(changes)
+        reason = "; ".join(changes) or "the config of the model, or --blocks, has changed"
+        super().__init__(
+            f"{path}: the checkpoint has other tensors than this model, or others of them are "
+            f"trained: {reason}. Resume with the former settings, or choose another --out to start "
+            f"a new run"
+        )
+
+
+class BareModelError(TrainError):
+    """A model directory has a config but no weights."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        super().__init__(
+            f"{path} has a config but no weights; pass --init random to start from random weights, "
+            f"or copy the model's .safetensors files there"
+        )
+
+
 class MissingTrackerError(TrainError):
     """An experiment tracker is not installed."""
 

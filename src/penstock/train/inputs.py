@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.data import Packed, TokenDataset, load_tokenizer, open_dataset
 from penstock.model.inventory import Inventory
 from penstock.settings import Overlong, Settings
-from penstock.train.errors import ContextTooLongError
+from penstock.train.errors import BareModelError, ContextTooLongError
 from penstock.train.events import ReportProgress
 from penstock.train.samples import Samples, load_samples
 from penstock.train.sizes import choose_batch, choose_context
@@ -70,6 +70,8 @@ def load_model(settings: Settings, checkpoint: Path | None) -> ModelSource:
     name, context = settings.model.model, settings.data.context
     whole = checkpoint if not settings.model.lora else None
     source = str(whole or name)
+    if whole is None and settings.model.init == "pretrained":
+        _check_weights_exist(Path(name))
     chosen = settings if whole is None else settings.replace({"revision": None})
     config, inventory = inspect_model(source, chosen, name=name)
     limit = inventory.max_context
@@ -80,6 +82,14 @@ def load_model(settings: Settings, checkpoint: Path | None) -> ModelSource:
     if checkpoint is None:  # a resumed run freezes what it froze before
         check_freeze(inventory, settings.model.freeze)
     return ModelSource(source, config, inventory)
+
+
+def _check_weights_exist(folder: Path) -> None:
+    """Raise BareModelError for a directory that has only a config, before data is tokenized."""
+    if not (folder / "config.json").is_file():
+        return
+    if not any(folder.glob("*.safetensors*")) and not any(folder.glob("*.bin")):
+        raise BareModelError(str(folder))
 
 
 def prepare_arguments(settings: Settings, *, resumed: bool) -> dict[str, Any]:

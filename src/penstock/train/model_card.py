@@ -46,7 +46,7 @@ def model_card(settings: Settings, result: TrainingResult) -> str:
     """Return the text of the card. Paths on the user's machine are not part of it."""
     name = Path(settings.checkpoint.out).resolve().name
     base = settings.model.model
-    is_local = Path(base).exists()
+    is_local = _is_local(base)
     shown = Path(base).name if is_local else base
     lora = bool(settings.model.lora)
     front = [f"library_name: {'peft' if lora else 'transformers'}", "tags:", "- penstock"]
@@ -61,6 +61,11 @@ def model_card(settings: Settings, result: TrainingResult) -> str:
         "```python", *_example(lora), "```", "",
         "| | |", "|---|---|", *_rows(settings, result), "",
     ])  # fmt: skip
+
+
+def _is_local(name: str) -> bool:
+    """Return whether a model or data set is on this machine, or was when the run started."""
+    return Path(name).exists() or Path(name).is_absolute() or name.startswith(".")
 
 
 def _example(lora: bool) -> list[str]:
@@ -92,7 +97,7 @@ def _rows(settings: Settings, result: TrainingResult) -> list[str]:
 
 def _data_names(settings: Settings) -> str:
     """Name data sets of the Hub; files stay private."""
-    public = [name for name in settings.data.data if not Path(name).exists()]
+    public = [name for name in settings.data.data if not _is_local(name)]
     private = len(settings.data.data) - len(public)
     names = [*public, *([f"{private} local file{'s' * (private > 1)}"] if private else [])]
     return " and ".join(names) or "data that was not recorded"

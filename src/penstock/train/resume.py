@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from penstock.errors import EngineStateError
 from penstock.plan.workload import Numerics
 from penstock.records import from_json, to_json
 from penstock.settings import AFFECTS_RESULT, Settings
-from penstock.train.errors import NotResumableError
+from penstock.train.errors import AdapterChangedError, NotResumableError
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +51,11 @@ class ResumePoint:
         return settings.replace({name: saved[name] for name in missing if name in saved})
 
     def check_formats(self, settings: Settings) -> None:
-        """Raise EngineStateError if the checkpoint's tensors have other formats than the run.
+        """Raise an error if the checkpoint's tensors have other formats than the run.
 
         `Engine.read` checks this too, but only after the run has allocated its memory.
         """
+        self._check_adapter(settings)
         engine, now = self.state.engine, settings.flat()
         # Checkpoints of earlier versions do not name their optimizer.
         earlier = now | {"optimizer": "adamw"}
@@ -69,6 +70,17 @@ class ResumePoint:
                     where=str(self.checkpoint.path),
                 )
 
+    def _check_adapter(self, settings: Settings) -> None:
+        saved: Any = self._saved("settings")
+        lora = saved.get("lora") if isinstance(saved, Mapping) else None
+        if lora is not None and bool(lora) != bool(settings.model.lora):
+            raise AdapterChangedError(
+                settings.checkpoint.out,
+                model=settings.model.model,
+                saved=",".join(map(str, lora)),
+                given=",".join(settings.model.lora),
+            )
+
     def differences(self, settings: Settings, *, steps: int) -> list[str]:
         """Describe which settings of the run have changed that can change its result.
 
@@ -78,16 +90,17 @@ class ResumePoint:
         schedule: Any = self.state.schedule
         if isinstance(schedule, Mapping) and schedule.get("steps", steps) != steps:
             found.append(f"the number of steps was {schedule['steps']} and is {steps}")
-        return found + self._changed_settings(settings)
+        return found + self.changed_settings(settings, AFFECTS_RESULT)
 
-    def _changed_settings(self, settings: Settings) -> list[str]:
+    def changed_settings(self, settings: Settings, names: Iterable[str]) -> list[str]:
+        """Describe which of the named settings differ from those of the checkpoint."""
         saved: Any = self._saved("settings")
         if not isinstance(saved, Mapping):
             return []
         now = {name: to_json(value) for name, value in settings.flat().items()}
         return [
             f"{name} was {saved[name]} and is {now[name]}"
-            for name in AFFECTS_RESULT
+            for name in names
             if saved.get(name, now[name]) != now[name]
         ]
 

@@ -18,7 +18,7 @@ from penstock.checkpoint.errors import UNREADABLE
 from penstock.checkpoint.manifest import Checkpoint, step_of
 from penstock.checkpoint.run_directory import CheckpointList, list_checkpoints, set_aside
 from penstock.checkpoint.training_state import STATE
-from penstock.data.errors import PositionError
+from penstock.data.errors import PositionError, SourceError
 from penstock.durable_files import name_file
 from penstock.engine.plan_choice import PlanChoice, check_budget
 from penstock.errors import PlanError, SettingsError
@@ -47,6 +47,7 @@ from penstock.train.plan_choice import choose_plan, describe_budget
 from penstock.train.progress import LineView, LiveView, SilentView, View
 from penstock.train.rank_commands import RankLeader
 from penstock.train.resume import ResumePoint, find_resumable, load_resume_point
+from penstock.train.resumed_model import check_tensors, keep_model
 from penstock.train.run_id import find_run_id, new_run_id
 from penstock.train.signals import StopRequest, guard_output
 from penstock.train.trackers import check_trackers, open_trackers
@@ -193,6 +194,7 @@ def _resume_run(settings: Settings, session: _Session, opened: contextlib.ExitSt
     run_id = find_run_id(directory.path, found.whole)
     candidates = find_resumable(directory.path, found)
     if not candidates:
+        keep_model(settings, None, listeners.note)
         listeners.note(f"{settings.checkpoint.out} has no checkpoint: training starts from scratch")
         return opened.enter_context(_open_run(settings, session, None, run_id))
     damaged: list[tuple[Checkpoint, Exception]] = []
@@ -248,9 +250,18 @@ def _open_run(
     directory, listeners, view = session.directory, session.listeners, session.view
     if resume is not None:
         resume.check_formats(settings)
+        settings = keep_model(settings, resume, listeners.note)
         settings = resume.with_recorded_sizes(settings)
     model = load_model(settings, resume.checkpoint.path if resume else None)
-    settings, data = load_data(settings, model, listeners.note, view.show_work)
+    if resume is not None:
+        check_tensors(settings, model.inventory, resume)
+    try:
+        settings, data = load_data(settings, model, listeners.note, view.show_work)
+    except SourceError as wrong:
+        if resume is not None and _is_missing(wrong.source):
+            flag = "--data" if wrong.source in settings.data.data else "--eval-data"
+            wrong.add_note(f"the run's data is missing; copy it, or pass {flag} NEW_PATH")
+        raise
     batches = _open_batches(settings, data, resume)
     rate = LearningRateSchedule.of(
         settings, batches.steps, from_zero=resume is not None and resume.warmup_from_zero
@@ -349,6 +360,11 @@ def describe_ranks(group: RankGroup) -> str:
             f"note: {place.world} ranks compute{where} on CPUs: there is no GPU that torch can use"
         )
     return f"{place.world} ranks compute{where}, each on a GPU"
+
+
+def _is_missing(source: str) -> bool:
+    """Return whether a source of data, perhaps with a split (`folder:train`), does not exist."""
+    return not any(Path(name).exists() for name in (source, source.rpartition(":")[0]) if name)
 
 
 def _report_plan(choice: PlanChoice, steps: int, listeners: Listeners, view: View) -> None:
