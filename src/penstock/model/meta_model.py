@@ -37,7 +37,7 @@ def build_model(
 
     register_document_attention()
     make: Any = transformers.AutoModelForCausalLM
-    with _without_parameters():
+    with without_parameters():
         model: nn.Module = make.from_config(
             copy.deepcopy(config),  # a copy, because the model's attention is set in it
             dtype=dtype,
@@ -119,17 +119,23 @@ def check_trainable(inventory: Inventory) -> None:
 
 
 @contextlib.contextmanager
-def _without_parameters() -> Iterator[None]:
+def without_parameters() -> Iterator[None]:
     """Move every parameter that a module registers inside the block to the meta device.
 
-    Ties survive, because transformers ties parameters after it has created all of them.
+    No initial values are drawn for them. Ties survive, because transformers ties parameters after
+    it has created all of them.
     """
     original = nn.Module.register_parameter
 
     def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         original(self, name, param)
-        if param is not None and param.device.type != "meta":
-            self._parameters[name] = on_meta(param)
+        if param is None:
+            return
+        if param.device.type != "meta":
+            param = self._parameters[name] = on_meta(param)
+        # Makes transformers draw no initial values for it. Here that would change nothing, but
+        # torch runs random functions of the meta device in Python: about 1 ms for each parameter.
+        param._is_hf_initialized = True  # type: ignore[attr-defined]
 
     nn.Module.register_parameter = register  # type: ignore[method-assign]
     try:

@@ -162,8 +162,10 @@ def _build_on_meta(config: Any, trust_remote_code: bool) -> nn.Module:
     import torch
     import transformers
 
+    from penstock.model.meta_model import without_parameters
+
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), without_parameters():
             factory: Any = transformers.AutoModelForCausalLM
             body: nn.Module = factory.from_config(config, trust_remote_code=trust_remote_code)
     except Exception as problem:  # the model's own code may raise any exception
