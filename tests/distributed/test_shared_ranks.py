@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -20,6 +18,7 @@ from penstock.errors import EngineError, PeerLostError
 from penstock.memory.arena import Arena
 from tests.distributed import memory_worker
 from tests.distributed.conformance import check_transport
+from tests.support import fork_server
 from tests.support.ranks import connect, on_each_rank, shared_threads
 
 SMALL = 64 * 1024
@@ -160,11 +159,8 @@ def test_closed_transports_leave_no_file_descriptors() -> None:
 def test_weights_of_ranks_are_in_host_memory_once(device: str, tmp_path: Path) -> None:
     """Every process maps the weights of all ranks, and no page of them exists twice."""
     assert device == "cpu" or torch.cuda.is_available()
-    command = [sys.executable, "-m", "tests.distributed.memory_worker", str(tmp_path / "store")]
-    processes = [
-        subprocess.Popen([*command, str(rank), "2"], stdout=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
+    command = ["-m", "tests.distributed.memory_worker", str(tmp_path / "store")]
+    processes = [fork_server.start([*command, str(rank), "2"]) for rank in range(2)]
     first, second = (json.loads(each.communicate(timeout=200)[0]) for each in processes)
     one = memory_worker.measure(SingleRank())
     mailboxes, parameters = 2 * memory_worker.MAILBOX_NBYTES, one["parameters"]

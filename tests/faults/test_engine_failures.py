@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import functools
 import os
 import re
 from dataclasses import replace
@@ -31,9 +32,10 @@ from tests.support.disks import direct_directory
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def state_without_failure(steps: int, disk: Path) -> dict[str, torch.Tensor]:
+@functools.cache
+def state_without_failure(steps: int) -> dict[str, torch.Tensor]:
     setup = small_setup()
-    with setup.engine(RESIDENT, disk) as engine:
+    with setup.engine(RESIDENT, Path()) as engine:  # which uses no disk
         for batch in setup.batches(steps):
             engine.step(batch)
         return state_of(engine)
@@ -95,9 +97,9 @@ def test_pending_sweeps_finish_and_training_continues_after_a_failure(
         with pytest.raises(RuntimeError, match="layer failed"):
             engine.step(second)
 
-        assert differing(state_of(engine), state_without_failure(1, tmp_path)) == []
+        assert differing(state_of(engine), state_without_failure(1)) == []
         engine.step(second)
-        assert differing(state_of(engine), state_without_failure(2, tmp_path)) == []
+        assert differing(state_of(engine), state_without_failure(2)) == []
 
 
 @pytest.mark.parametrize("after", [0, 7, 23])
@@ -116,7 +118,7 @@ def test_training_continues_after_a_read_that_failed_once(
 
         engine.step(second)
 
-        assert differing(state_of(engine), state_without_failure(2, tmp_path)) == []
+        assert differing(state_of(engine), state_without_failure(2)) == []
 
 
 @pytest.mark.parametrize("way", [DRAM, SMALL], ids=lambda way: way.name)
@@ -159,7 +161,7 @@ def test_ctrl_c_ends_the_step_and_loses_no_update(
             engine.step(second)
 
         assert engine.waiting() == ""
-        assert differing(state_of(engine), state_without_failure(1, tmp_path)) == []
+        assert differing(state_of(engine), state_without_failure(1)) == []
     assert engine_threads() == []
 
 

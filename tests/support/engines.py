@@ -19,7 +19,7 @@ from penstock.machine.discovery import discover
 from penstock.machine.machine import Machine
 from penstock.machine.presets import cpu_machine
 from penstock.model.inventory import Inventory
-from penstock.model.meta_model import build_model, weight_dtype
+from penstock.model.meta_model import build_model, weight_dtype, without_parameters
 from penstock.model.split import SplitModel
 from penstock.model.survey import survey_model
 from penstock.plan.budget import Budget, PathBudget, with_paths
@@ -116,12 +116,19 @@ def plain_model(config: Any, dtype: torch.dtype = torch.bfloat16, seed: int = 1)
     return transformers.AutoModelForCausalLM.from_config(separate, dtype=dtype)
 
 
+_inventories: dict[tuple[type, str, tuple[str, ...]], Inventory] = {}
+"""By class and contents of the config, and by what is frozen: many tests survey the same model."""
+
+
 def inventory(config: Any, freeze: Sequence[str] = ()) -> Inventory:
     """Return the inventory of a model, with the parameters that match `freeze` frozen."""
-    with torch.device("meta"):
-        body = transformers.AutoModelForCausalLM.from_config(config)
-    found = survey_model(body, config, name="tiny", freeze=freeze)
-    return replace(found, own_attention=config.model_type in OWN_ATTENTION)
+    key = type(config), config.to_json_string(use_diff=False), tuple(freeze)
+    if key not in _inventories:
+        with torch.device("meta"), without_parameters():
+            body = transformers.AutoModelForCausalLM.from_config(config)
+        found = survey_model(body, config, name="tiny", freeze=freeze)
+        _inventories[key] = replace(found, own_attention=config.model_type in OWN_ATTENTION)
+    return _inventories[key]
 
 
 def workload(**changes: Any) -> Workload:
