@@ -36,6 +36,24 @@ def cache(tmp_path: Path, monkeypatch: Patch, one_thread: None) -> Path:
     return tmp_path / "cache" / "penstock" / "self_checks"
 
 
+_plain_results: dict[Any, Any] = {}
+
+
+@pytest.fixture
+def plain_training_once(monkeypatch: Patch) -> None:
+    """Let tests share plain training, which depends on nothing that they change in the engine."""
+    original = module._train_plainly
+
+    def train(twin: Any, workload: Any) -> Any:
+        # The configs of two classes may be equal.
+        key = twin.model_class, twin.config.to_json_string(), tuple(twin.freeze), repr(workload)
+        if key not in _plain_results:
+            _plain_results[key] = original(twin, workload)
+        return _plain_results[key]
+
+    monkeypatch.setattr(module, "_train_plainly", train)
+
+
 # Models that pass.
 
 
@@ -56,6 +74,7 @@ def test_the_engine_agrees_with_plain_training(family: str, config: Any, workloa
     check(family, config=tiny_config(family, **config), **workload)
 
 
+@pytest.mark.usefixtures("plain_training_once")
 def test_a_run_on_the_cpu_that_differs_in_nothing_is_checked_once(monkeypatch: Patch) -> None:
     trained = count_calls(monkeypatch, module, "_train_streamed")
 
@@ -69,6 +88,7 @@ def test_a_run_on_the_cpu_that_differs_in_nothing_is_checked_once(monkeypatch: P
     ]
 
 
+@pytest.mark.usefixtures("plain_training_once")
 def test_the_twin_streams_layers_and_keeps_tiles_chunks_and_rounds(monkeypatch: Patch) -> None:
     plans = []
     original = module.streaming_plan
@@ -147,6 +167,7 @@ def count_ignored_labels(patch: Patch) -> None:
     patch.setattr(ChunkedLoss, "_torch_loss", count)
 
 
+@pytest.mark.usefixtures("plain_training_once")
 @pytest.mark.parametrize(
     ("fault", "tensor", "what"),
     [
@@ -174,6 +195,7 @@ def test_a_fault_is_an_error_that_names_the_first_tensor(
     assert not list(cache.glob("*")), "what failed is checked again the next time"
 
 
+@pytest.mark.usefixtures("plain_training_once")
 def test_a_loss_without_the_smoothing_of_the_run_is_an_error(monkeypatch: Patch) -> None:
     make = ChunkedLoss.__init__
 
@@ -186,6 +208,7 @@ def test_a_loss_without_the_smoothing_of_the_run_is_an_error(monkeypatch: Patch)
         check("llama", label_smoothing=0.1)
 
 
+@pytest.mark.usefixtures("plain_training_once")
 def test_a_fault_in_the_attention_of_the_runs_device_only_names_that_path(
     monkeypatch: Patch,
 ) -> None:
@@ -204,6 +227,7 @@ def test_a_fault_in_the_attention_of_the_runs_device_only_names_that_path(
     assert error.value.tensor == "model.layers.0"
 
 
+@pytest.mark.usefixtures("plain_training_once")
 def test_a_fault_in_compiled_layers_only_names_that_path(monkeypatch: Patch) -> None:
     from penstock.model import compile as compiled
 
@@ -223,6 +247,7 @@ def test_a_fault_in_compiled_layers_only_names_that_path(monkeypatch: Patch) -> 
     assert error.value.tensor == "model.layers.0"
 
 
+@pytest.mark.usefixtures("plain_training_once")
 def test_a_twin_that_cannot_be_trained_is_an_error(monkeypatch: Patch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("no such kernel")
@@ -294,6 +319,7 @@ def count_calls(patch: Patch, owner: Any, name: str) -> list[Call]:
     return calls
 
 
+@pytest.mark.usefixtures("plain_training_once")
 def test_what_passed_is_not_checked_again(monkeypatch: Patch, cache: Path) -> None:
     checked = count_calls(monkeypatch, module, "_run_check")
 
@@ -306,6 +332,7 @@ def test_what_passed_is_not_checked_again(monkeypatch: Patch, cache: Path) -> No
     assert stat.S_IMODE(entry.stat().st_mode) == 0o600
 
 
+@pytest.mark.usefixtures("plain_training_once")
 @pytest.mark.parametrize("content", ["", "{", '{"paths": 3}', '{"paths": [], "more": 1}'])
 def test_a_damaged_entry_is_ignored(content: str, monkeypatch: Patch, cache: Path) -> None:
     checked = count_calls(monkeypatch, module, "_run_check")
@@ -340,6 +367,7 @@ def test_another_version_model_or_path_is_checked_again(monkeypatch: Patch) -> N
     assert len(set(keys)) == len(keys) == 7 + len(twin.PACKAGES)
 
 
+@pytest.mark.usefixtures("plain_training_once")
 def test_a_class_of_the_users_own_is_checked_every_time(monkeypatch: Patch, cache: Path) -> None:
     import transformers
 
@@ -436,6 +464,7 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.usefixtures("plain_training_once")
 def test_prepare_fails_before_it_allocates_and_gives_a_live_model_back(
     monkeypatch: Patch,
 ) -> None:
