@@ -20,7 +20,7 @@ from penstock.plan.placement import Home, Share
 from penstock.storage.store import Store
 from penstock.tiers import Tier
 from penstock.units import GiB, KiB, MiB
-from tests.equivalence.runs import DISK, DRAM, FEW, HYBRID, RESIDENT, WAYS, Setup, Way
+from tests.equivalence.runs import ATTENDED, DISK, DRAM, FEW, HYBRID, RESIDENT, WAYS, Setup, Way
 from tests.support import engines
 
 
@@ -123,6 +123,7 @@ GRID = [
     (DISK, {"moments": "bf16", "dtype": "fp16"}),
     (WAYS[8], {"dtype": "fp32", "accumulate": True}),
     (HYBRID[2], {"moments": "int8"}),
+    *((way, {"attention": "varlen"}) for way in (*ATTENDED[:3], ATTENDED[4])),
 ]
 MANY = [
     (DISK, {"moments": "int8"}),

@@ -16,6 +16,7 @@ from penstock.model import varlen_attention
 from penstock.plan.buffers import ATTENTION_SLOT
 from penstock.plan.placement import Home, Placement, Share
 from penstock.plan.plan import Plan
+from penstock.plan.schedule import Verb
 from penstock.plan.workload import CallerLoss
 from penstock.roles import Role
 from penstock.tiers import Tier
@@ -30,10 +31,12 @@ from tests.equivalence.runs import (
     differing,
     state_of,
 )
+from tests.equivalence.test_adapters import train as train_adapter
 from tests.equivalence.test_models import packed_batch
 from tests.equivalence.test_plans import assert_same, train_each
 from tests.equivalence.test_ranks import batches_of, train_on_ranks
 from tests.support import engines
+from tests.support.adapters import adapted, lora, trained
 from tests.support.engines import FAMILIES
 
 IN_HBM, IN_DRAM, _, BOTH, _, ROUNDS, _ = ATTENDED
@@ -54,6 +57,8 @@ def setup_of(family: str = "llama", **work: Any) -> Setup:
         pytest.param("gpt_neox", (BOTH,), {"freeze": (), "mlp_tile": 5, "moments": "int8"},
                      id="tiles"),
         pytest.param("llama", (IN_DRAM,), {"freeze": ("model.layers.1.*",)}, id="a frozen layer"),
+        pytest.param("gpt2", (BOTH,), {"freeze": (), "config": {"resid_pdrop": 0.2}},
+                     id="dropout outside attention"),
         *(pytest.param(family, ATTENDED, {"dtype": dtype, "freeze": ()}, marks=pytest.mark.long)
           for family in (*FAMILIES, "mistral", "olmo2", "phi3", "gpt_neox", "gemma2", "gpt2",
                          "olmoe", "glm4_moe", "mixtral")
@@ -104,6 +109,21 @@ def test_ranks_that_save_give_the_result_of_one(tmp_path: Path) -> None:
     two = train_on_ranks(setup, BOTH, tmp_path, 2, batches_of(setup))
 
     assert_same({"one": one, "two": two})
+
+
+def test_adapters_are_the_same(tmp_path: Path, one_thread: None) -> None:
+    """Their dropout draws the same numbers, because attention draws none."""
+    split = Way("adapters in HBM", ("hhhdd",), {"attention": "dhd", "kept": (0, 1, 0)})
+    found = []
+    for way in (DRAM, IN_DRAM, split):
+        model = adapted("llama", lora(lora_dropout=0.2))
+        work = {"attention": "varlen"}
+        losses = train_adapter(model, way, tmp_path, steps=3, work=work, seed=7)
+        found.append((losses, trained(model)))
+
+    for losses, tensors in found[1:]:
+        assert losses == found[0][0]
+        assert differing(found[0][1], tensors) == []
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
@@ -286,6 +306,22 @@ def test_a_run_continues_from_a_checkpoint_with_or_without_saved_results(tmp_pat
             engine.read(folder)
             engine.step(second)
             assert differing(state_of(engine), expected) == [], (before.name, after.name)
+
+
+def test_the_timeline_has_the_copies_of_each_micro_batch(tmp_path: Path) -> None:
+    setup = setup_of()
+    with setup.engine(IN_DRAM, tmp_path) as engine:
+        engine.step(setup.batches(1)[0])
+        events = [e for e in engine.timeline() if e.operation.roles == (Role.ATTENTION,)]
+
+    moved = Counter[tuple[Verb, int]]()
+    for event in events:
+        (nbytes,) = (t.nbytes for t in event.transfers if t.link in ("h2d", "d2h"))
+        moved[event.operation.verb, nbytes] += 1
+    # Micro-batches of 32, 32 and 16 tokens: 32 numbers in bf16, 4 heads of 128 fp32 log-sum-exps.
+    full, half = 32 * 64 + 4 * 4 * 128, 16 * 64 + 4 * 4 * 128
+    verbs = (Verb.OFFLOAD, Verb.FETCH)
+    assert moved == {(verb, n): count for verb in verbs for n, count in ((full, 6), (half, 3))}
 
 
 # Memory and plans.

@@ -49,6 +49,16 @@ def test_states_striped_over_cxl_nodes_give_the_same_bits(tmp_path: Path) -> Non
         assert differing(found.state, expected.state) == [], way.name
 
 
+def test_results_of_attention_on_cxl_nodes_give_the_same_bits(tmp_path: Path) -> None:
+    setup = Setup.of("llama", config=WIDE, **WORK, attention="varlen")
+    way = Way("results of attention on CXL", ("dddc", "cmcd"), {"attention": "cdc"})
+
+    found, expected = (train(setup, each, tmp_path, steps=2) for each in (way, DRAM))
+
+    assert found.losses == expected.losses
+    assert differing(found.state, expected.state) == []
+
+
 def test_striped_states_are_on_the_nodes_of_the_plan(tmp_path: Path) -> None:
     setup = Setup.of("llama", config=WIDE, **WORK)
     cards = {node.id for node in discover().cxl_nodes}

@@ -14,22 +14,28 @@ def _in(package: str, names: str) -> list[str]:
 
 MODULES = (
     *_in("engine", "allocate batches bounded_executor compute determinism engine gradients"),
-    *_in("engine", "hidden_states initial_weights loss optimizer pending_update program"),
+    *_in(
+        "engine",
+        "attention_results hidden_states initial_weights loss optimizer pending_update program",
+    ),
     *_in("engine", "result_record runner spans state_io state_view step_state tensor_access"),
     *_in("engine", "ticket_board tier_memory transfer"),
     *_in("engine", "caller_passes dequantized_weights gradient_buffers held_blocks memory_source"),
     *_in("engine", "rank_agreement rank_exchange restore step_parts tensor_updates"),
-    *_in("engine", "expert_load weight_streamer"),
+    *_in("engine", "attention_results expert_load weight_streamer"),
     *_in("model", "attention attention_launch checkpoint_names document_attention inventory"),
     *_in("model", "mlp_tiles parameter_flow quantization split survey varlen_attention"),
     *_in("model", "adapters embedding_noise experts freeze live_model quantize rotary router_loss"),
+    *_in("model", "attention_replay attention_sizes"),
     *_in("model", "parameter_adapters saved_names tensor_layout text_stack weight_conversion"),
     *_in("", "lora_options packed_weights"),
     *_in("optim", "formats norms optimizers reference rules sweep tensor_rules"),
     *_in("plan", "activation_overlay budget buffers build_schedule cuda_allocator lifetimes"),
     *_in("plan", "memory_interpolation packing placement placement_index plan schedule staging"),
     *_in("plan", "seats traffic update_workspace working_memory working_memory_estimate workload"),
-    *_in("planner", "candidate drives evaluator kept_layers planner staging_pieces"),
+    *_in(
+        "planner", "candidate drives evaluator kept_layers planner saved_attention staging_pieces"
+    ),
     *_in("checkpoint", "disk manifest model_files model_weights reader run_directory"),
     *_in("checkpoint", "safetensors_header training_state writer"),
     *_in("checkpoint", "adapter_files assemble checksums merged_weights plain_tensors"),

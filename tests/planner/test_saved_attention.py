@@ -27,12 +27,13 @@ from penstock.planner.cost.rates import Rates
 from penstock.planner.evaluator import PlanEvaluator
 from penstock.planner.initial_candidates import FillStrategy, fill
 from penstock.planner.plan_view import plan_json, summary
-from penstock.planner.saved_attention import most_saved, with_attention
+from penstock.planner.saved_attention import most_saved, save_attention, with_attention
 from penstock.records import from_json, to_json
 from penstock.roles import Role
 from penstock.tiers import Tier
 from penstock.units import GiB, KiB, MiB
 from tests.planner.test_kept_layers import MEMORY, unknown
+from tests.support.machines import machine as cxl_machine
 from tests.support.models import llama, work
 
 MODEL = replace(llama("1b", 2048, 8192, 12, 2048, 512, 32000, False), plain_attention=True)
@@ -151,6 +152,24 @@ def test_layers_without_attention_and_with_a_short_window_are_left_out_first() -
 
     assert all(plan.placement.blocks[number].attention for number in range(2, 13, 3))
     assert not any(plan.placement.blocks[number].attention for number in range(3, 13, 3))
+
+
+def test_results_go_to_cxl_memory_if_hbm_and_dram_are_full() -> None:
+    workload = attended(accumulate=True)  # gradients exist all the time: their memory is not free
+    args = (MODEL, workload, cxl_machine())
+    roomy = Budget(hbm=40 * GiB, dram=200 * GiB, cxl=8 * GiB)
+    evaluator = PlanEvaluator(*args, roomy, source=lambda *_: unknown())
+    candidate = fill(evaluator, FillStrategy())
+    assert candidate is not None
+    needed = evaluator.total_nbytes(candidate)
+    slot = attention_micro_nbytes(MODEL.blocks[1], workload)
+    full = Budget(hbm=needed[Tier.HBM] + slot, dram=needed[Tier.DRAM], cxl=8 * GiB)
+    evaluator = PlanEvaluator(*args, full, source=lambda *_: unknown())
+
+    found = save_attention(evaluator, candidate, exact=True)
+
+    assert found.attention == (None, *[Location.CXL] * 12, None)
+    assert evaluator.total_nbytes(found)[Tier.CXL] == needed[Tier.CXL] + 12 * slot
 
 
 def test_nothing_is_saved_if_there_is_no_room() -> None:
