@@ -109,6 +109,18 @@ def test_the_norm_is_that_of_the_engine_and_scales_the_update() -> None:
         assert float(norm) == torch.tensor(model.engine.grad_norm).item()
 
 
+def test_other_norms_of_norms_are_those_of_torch() -> None:
+    model, _ = streamed()
+    with model:
+        z_loss(model, padded_batch(0)).backward()
+        norms = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None])
+        values = [float(norm) for norm in norms]
+        assert float(torch.linalg.vector_norm(norms, torch.inf)) == max(values)
+        assert float(torch.linalg.vector_norm(norms, 1)) == pytest.approx(sum(values), rel=1e-5)
+        euclidean = sum(value**2 for value in values) ** 0.5
+        assert float(torch.linalg.vector_norm(norms)) == pytest.approx(euclidean, rel=1e-5)
+
+
 def test_gradients_are_scaled_one_by_one_and_together() -> None:
     model, _ = streamed()
     with model:
@@ -125,8 +137,13 @@ def test_gradients_are_scaled_one_by_one_and_together() -> None:
 def test_what_a_gradient_cannot_do_is_refused() -> None:
     model, optimizer = streamed()
     with model:
-        z_loss(model, padded_batch(0)).backward()
         weight = model.model.layers[0].self_attn.q_proj.weight
+        weight.grad = None  # it is None already
+        with pytest.raises(EngineError, match=r"optimizer\.zero_grad"):
+            weight.grad = torch.zeros(weight.shape)
+        z_loss(model, padded_batch(0)).backward()
+        with pytest.raises(EngineError, match=r"optimizer\.zero_grad"):
+            weight.grad = None
         with pytest.raises(EngineError, match="clip_grad_norm_"):
             weight.grad + 1
         with pytest.raises(EngineError, match=r"optimizer\.zero_grad"):
@@ -243,6 +260,8 @@ def test_a_second_backward_and_one_after_the_step_are_refused() -> None:
     ("call", "problem"),
     [
         (lambda m: m.to(torch.float16), "cannot be moved or converted"),
+        (lambda m: m.to("cuda"), "cannot be moved or converted"),
+        (lambda m: m.to("cpu:1"), "cannot be moved or converted"),
         (lambda m: m.resize_token_embeddings(300), "before penstock.stream"),
         (copy.deepcopy, "cannot be copied"),
         (lambda m: m.model.layers[0].register_forward_hook(print), "would not run"),
@@ -281,6 +300,29 @@ def test_left_padding_is_refused_for_models_with_attention_code_of_their_own() -
     model, _ = streamed("bloom")
     with model, pytest.raises(UnsupportedModelError, match="pad on the right"):
         model(**padded_batch(0))
+
+
+def test_a_state_dict_replaces_the_weights() -> None:
+    model, _ = streamed()
+    with model:
+        batch, before = padded_batch(0), model.state_dict()
+        with torch.no_grad():
+            logits = model(**batch).logits
+        weights = {name: tensor + 0.01 for name, tensor in before.items()}
+        model.load_state_dict(weights)
+        found = model.state_dict()
+        with torch.no_grad():
+            assert not torch.allclose(model(**batch).logits, logits, atol=1e-3)
+    assert all(torch.equal(found[name], weights[name]) for name in weights)
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens", "model.layers.1.mlp"])
+def test_modules_that_the_engine_runs_may_have_no_hooks(name: str) -> None:
+    model = plain_model(tiny_config("llama"), torch.float32)
+    model.lm_head.register_forward_hook(lambda *_: None)  # the caller's own code runs the head
+    model.get_submodule(name).register_forward_hook(lambda *_: None)
+    with pytest.raises(UnsupportedModelError, match=f"{name} has hooks"):
+        ps.stream(model, **SMALL)
 
 
 def test_save_pretrained_and_a_checkpoint_continue_the_run(tmp_path: Path) -> None:
