@@ -8,6 +8,7 @@ thread that reads it, while it is in the processor's cache.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,8 +40,11 @@ def combine(first: int, second: int, second_nbytes: int) -> int:
 
 def checksum_file(path: str | Path, report: ReportBytes | None = None) -> int:
     """Read a file from start to end and return its checksum."""
-    crc, buffer = 0, memoryview(bytearray(_FILE_NBYTES))
     with open(path, "rb", buffering=0) as file:
+        # Most files of a checkpoint are small, and the pages of a large buffer take longer to
+        # allocate than such a file takes to read. A file that grows meanwhile is read to its end.
+        nbytes = max(1, min(os.fstat(file.fileno()).st_size, _FILE_NBYTES))
+        crc, buffer = 0, memoryview(bytearray(nbytes))
         while count := file.readinto(buffer):
             crc = crc32c(buffer[:count], crc)
             if report is not None:
