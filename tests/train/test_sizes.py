@@ -43,7 +43,7 @@ def test_a_small_data_set_has_as_many_steps_as_it_can(
 
 
 def test_a_large_data_set_has_steps_of_32768_tokens(tmp_path: Path) -> None:
-    context, batch, steps = choose(dataset_of(tmp_path, [{"text": WORD * 60_000}] * 40))
+    context, batch, steps = choose(dataset_of(tmp_path, [{"text": WORD * 60_000}] * 28))
 
     assert (context, batch) == (4096, 8)
     assert steps > 50
