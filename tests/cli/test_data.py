@@ -150,6 +150,7 @@ def test_terminal_escapes_in_the_data_are_spelled_out(
 def test_a_model_of_the_hub_is_loaded_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, dict[str, Any]]] = []
     tokenizer = small_tokenizer()
+    monkeypatch.setattr("penstock.data.tokenizer.hub_is_reachable", lambda: True)
     monkeypatch.setattr(
         "transformers.AutoTokenizer.from_pretrained",
         lambda name, **options: asked.append((name, options)) or tokenizer,
@@ -157,9 +158,21 @@ def test_a_model_of_the_hub_is_loaded_by_its_name(monkeypatch: pytest.MonkeyPatc
     assert load_tokenizer("owner/model") is tokenizer
     assert load_tokenizer("owner/model", revision="v2", trust_remote_code=True) is tokenizer
     assert asked == [
-        ("owner/model", {"revision": "main", "trust_remote_code": False}),
-        ("owner/model", {"revision": "v2", "trust_remote_code": True}),
+        (
+            "owner/model",
+            {"revision": "main", "trust_remote_code": False, "local_files_only": False},
+        ),
+        ("owner/model", {"revision": "v2", "trust_remote_code": True, "local_files_only": False}),
     ]
     for name in ("a/b/c", __file__):
         with pytest.raises(TokenizerError, match="neither a directory nor"):
             load_tokenizer(name)
+
+
+def test_without_the_hub_a_tokenizer_is_looked_for_on_this_machine_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("penstock.data.tokenizer.hub_is_reachable", lambda: False)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(TokenizerError, match="there is no directory demo/modle here, and the Hub"):
+        load_tokenizer("demo/modle")

@@ -13,7 +13,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from penstock.cli.fit import fit_command
-from penstock.model.known_models import KNOWN_MODELS
+from penstock.model.known_models import HUB_IDS, KNOWN_MODELS
 from penstock.model.survey import survey, survey_config
 from penstock.units import GiB
 
@@ -148,3 +148,8 @@ def test_an_unknown_model_lists_the_known_ones(fit: Callable[..., Result]) -> No
     done = fit("gpt-9")
     assert done.exit_code == 2
     assert "gpt-9 is not in the list: qwen3-0.6b" in " ".join(done.output.replace("│", "").split())
+
+
+def test_every_model_has_an_id_on_the_hub() -> None:
+    assert list(HUB_IDS) == list(KNOWN_MODELS)
+    assert all(name.count("/") == 1 for name in HUB_IDS.values())

@@ -146,6 +146,21 @@ def test_a_model_that_cannot_be_trained_is_planned_for_with_its_weights(
     ]  # fmt: skip
 
 
+def test_a_name_of_penstock_fit_is_planned_for_without_its_files(
+    penstock: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.model.hub._ask", None)  # nobody asks the Hub
+
+    done = penstock("plan", "qwen3-0.6b", *SMALL, "--hbm", "16GiB", "--json")
+    refused = penstock("plan", "qwen3-0.6b", *SMALL, "--lora", "r=4")
+
+    assert done.exit_code == 0, done.output
+    assert "published sizes of Qwen/Qwen3-0.6B" in done.stderr
+    assert json.loads(done.stdout)["feasible"]
+    assert "needs the model's files" in str(refused.exception)
+    assert "pass its Hub ID Qwen/Qwen3-0.6B" in str(refused.exception)
+
+
 def test_explain_shows_one_block(penstock: Callable[..., Result]) -> None:
     done = penstock("plan", GPT2, *SMALL, "--dram", "4GiB", "--explain", "transformer.h.3")
 

@@ -25,6 +25,7 @@ from penstock.cli.output import AsJson, print_errors, progress_bar
 from penstock.cli.scaling import ScalingRow, scaling_note, scaling_rows, scaling_table
 from penstock.errors import InfeasibleError, MachineError, PlanError, SettingsError
 from penstock.model.freeze import check_freeze
+from penstock.model.known_models import HUB_IDS, KNOWN_MODELS
 from penstock.plan.budget import tier_capacity
 from penstock.plan.memory_interpolation import interpolated
 from penstock.planner.advice import Advice, BudgetPoint, WhatIf, advise, plot, vary
@@ -78,6 +79,8 @@ def plan_command(**flags: Any) -> None:
         else:
             console.print(text, style="yellow", markup=False)
 
+    if _is_known_by_size(settings.model.model):
+        note(_check_known(settings, output.path))
     settings, steps = _with_sizes(settings, config, inventory, note, reads_data=reads_data)
     # After the model is inspected, as in training: the imports have used memory by then.
     target = machine_to_plan_for(name, budget_paths(settings.memory.budgets))
@@ -171,6 +174,8 @@ def _inspect_model(settings: Settings, machine: str | None) -> tuple[Any, Invent
     from penstock.engine.prepare import adapter_of, inspect_model
     from penstock.model.survey_cache import cached_survey
 
+    if _is_known_by_size(settings.model.model):
+        return None, KNOWN_MODELS[settings.model.model].inventory(settings.model.model)
     if machine in (None, THIS) and "auto" in settings.memory.budgets.values():
         # The budget is what is free, and training has imported transformers when it asks for that.
         return inspect_model(settings.model.model, settings)
@@ -183,6 +188,33 @@ def _inspect_model(settings: Settings, machine: str | None) -> tuple[Any, Invent
         freeze=chosen.freeze,
         trust_remote_code=chosen.trust_remote_code,
         adapter=adapter_of(chosen.model, settings),
+    )
+
+
+def _is_known_by_size(model: str) -> bool:
+    """Return whether a model is named as in `penstock fit`, and not a directory."""
+    return model in KNOWN_MODELS and not Path(model).exists()
+
+
+def _check_known(settings: Settings, output: Path | None) -> str:
+    """Return a remark about a model of which only the sizes are known.
+
+    Raises SettingsError for what needs its files.
+    """
+    name, chosen = settings.model.model, settings.model
+    for flag, value in (
+        ("lora", chosen.lora), ("freeze", chosen.freeze), ("model_config", chosen.model_config),
+        ("blocks", chosen.blocks), ("data", settings.data.data), ("output", output),
+    ):  # fmt: skip
+        if value:
+            raise SettingsError(
+                flag,
+                f"needs the model's files, and {name} is a name of `penstock fit`, which knows "
+                f"only sizes; pass its Hub ID {HUB_IDS[name]}, or a directory with the model",
+            )
+    return (
+        f"Planned with the published sizes of {HUB_IDS[name]} and an estimate of working memory; "
+        f"pass that ID to plan with its config."
     )
 
 

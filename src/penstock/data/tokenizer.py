@@ -11,6 +11,7 @@ from typing import Any
 
 from penstock.data.chat import ChatWriter
 from penstock.data.errors import TokenizerError
+from penstock.model.hub import hub_is_reachable
 
 FILES = (
     *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model"),
@@ -39,12 +40,21 @@ def load_tokenizer(
             )
     elif not path.is_dir() and (path.exists() or str(model).count("/") > 1):
         raise TokenizerError(f"{model} is neither a directory nor a Hugging Face id")
+    is_offline = not path.is_dir() and not hub_is_reachable()
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            str(model), revision=revision or "main", trust_remote_code=trust_remote_code
+            str(model),
+            revision=revision or "main",
+            trust_remote_code=trust_remote_code,
+            local_files_only=is_offline,
         )
         _check_numbers(tokenizer)
     except Exception as error:  # the exceptions differ by version and by file
+        if is_offline:
+            raise TokenizerError(
+                f"there is no directory {model} here, and the Hub could not be reached; check the "
+                f"path, or pass a directory that contains the tokenizer"
+            ) from error
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise TokenizerError(f"the tokenizer of {model} cannot be loaded: {reason}") from error
     return tokenizer

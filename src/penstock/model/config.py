@@ -16,6 +16,7 @@ from penstock.model.config_check import (
     describe,
 )
 from penstock.model.head_in_files import files_lack_head
+from penstock.model.hub import check_name, hub_is_reachable
 from penstock.model.quantization import find_quantization
 
 
@@ -111,25 +112,30 @@ def load_whole_config(
     model: str | Path, *, trust_remote_code: bool = False, revision: str | None = None
 ) -> Any:
     """Return a config as it is in `config.json`: for a multimodal model, with all its parts."""
-    import transformers
-
     path = Path(model)
     if path.is_file() and path.name == "config.json":
         path = path.parent
     if path.is_dir() and not (path / "config.json").is_file():
         raise SurveyError(f"{path} has no config.json, which is all that planning needs")
-    if not path.is_dir() and (path.is_absolute() or str(model).startswith(".")):
-        raise SurveyError(f"there is no directory {path}")
+    check_name(model)
+    import transformers  # takes seconds
+
     if path.is_dir():
         check_config_file(path / "config.json")
+    is_offline = not path.is_dir() and not hub_is_reachable()
     try:
         return transformers.AutoConfig.from_pretrained(
             str(path) if path.is_dir() else str(model),
             trust_remote_code=trust_remote_code,
             revision=revision,
+            local_files_only=is_offline,
         )
     except config_errors() as problem:
-        raise SurveyError(_failure_message(model, path.is_dir(), problem)) from None
+        if path.is_dir():
+            text = f"transformers could not read {model}/config.json: {describe(problem)}"
+        else:
+            text = _describe_unknown(model, problem, is_offline=is_offline)
+        raise SurveyError(text) from None
 
 
 def _change_fields(config: Any, changes: Mapping[str, Any]) -> None:
@@ -164,10 +170,14 @@ def _set_field(config: Any, name: str, value: Any) -> None:
         setattr(config, outer, value)
 
 
-def _failure_message(model: str | Path, is_directory: bool, problem: Exception) -> str:
-    if is_directory:
-        return f"transformers could not read {model}/config.json: {describe(problem)}"
+def _describe_unknown(model: str | Path, problem: Exception, *, is_offline: bool) -> str:
+    """Say that a name is neither a directory nor a model that the Hub gives."""
+    if is_offline:
+        return (
+            f"there is no directory {model} here, and the Hub could not be reached; check the "
+            f"path, or pass a directory that contains its config.json"
+        )
     return (
-        f"could not load the config of {model} from the Hugging Face hub ({describe(problem)}); "
-        f"without network access, pass a directory that contains its config.json"
+        f"there is no directory {model} here, and its config could not be loaded from the Hub "
+        f"({describe(problem)}); a model of the Hub is named OWNER/NAME"
     )

@@ -218,3 +218,35 @@ KNOWN_MODELS: Mapping[str, KnownModel] = {
     ),
 }  # fmt: skip
 """The models by name, the smallest first. Gemma 3 without its vision tower."""
+
+HUB_IDS: Mapping[str, str] = {
+    "qwen3-0.6b": "Qwen/Qwen3-0.6B",
+    "llama-3.2-1b": "meta-llama/Llama-3.2-1B",
+    "qwen2.5-1.5b": "Qwen/Qwen2.5-1.5B",
+    "qwen3-1.7b": "Qwen/Qwen3-1.7B",
+    "qwen2.5-3b": "Qwen/Qwen2.5-3B",
+    "llama-3.2-3b": "meta-llama/Llama-3.2-3B",
+    "gemma-3-4b": "google/gemma-3-4b-pt",
+    "qwen3-4b": "Qwen/Qwen3-4B",
+    "mistral-7b": "mistralai/Mistral-7B-v0.3",
+    "olmo-2-7b": "allenai/OLMo-2-1124-7B",
+    "olmoe-1b-7b": "allenai/OLMoE-1B-7B-0924",
+    "qwen2.5-7b": "Qwen/Qwen2.5-7B",
+    "llama-3.1-8b": "meta-llama/Llama-3.1-8B",
+    "qwen3-8b": "Qwen/Qwen3-8B",
+    "gemma-2-9b": "google/gemma-2-9b",
+    "gemma-3-12b": "google/gemma-3-12b-pt",
+    "mistral-nemo-12b": "mistralai/Mistral-Nemo-Base-2407",
+    "phi-4": "microsoft/phi-4",
+    "qwen3-14b": "Qwen/Qwen3-14B",
+    "gpt-oss-20b": "openai/gpt-oss-20b",
+    "mistral-small-24b": "mistralai/Mistral-Small-24B-Base-2501",
+    "gemma-3-27b": "google/gemma-3-27b-pt",
+    "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B",
+    "qwen2.5-32b": "Qwen/Qwen2.5-32B",
+    "qwen3-32b": "Qwen/Qwen3-32B",
+    "mixtral-8x7b": "mistralai/Mixtral-8x7B-v0.1",
+    "llama-3.3-70b": "meta-llama/Llama-3.3-70B-Instruct",
+    "glm-4.5-air": "zai-org/GLM-4.5-Air",
+}
+"""The name of each model on the Hugging Face Hub."""

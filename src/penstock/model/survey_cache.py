@@ -14,10 +14,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.errors import SurveyError
 from penstock.machine.user_cache import cache_directory, code_fingerprint, load_entry, save_entry
 from penstock.model.adapters import Adapter
 from penstock.model.config import load_config
 from penstock.model.head_in_files import files_lack_head
+from penstock.model.hub import check_name, hub_is_reachable
 from penstock.model.inventory import Inventory
 from penstock.model.survey import survey_config
 from penstock.records import Json
@@ -113,9 +115,15 @@ def _config_text(model: str | Path, revision: str | None) -> bytes | None:
             # Asks the hub whether the downloaded file is the newest, as transformers does.
             from huggingface_hub import hf_hub_download
 
-            file = Path(hf_hub_download(str(model), "config.json", revision=revision))
+            check_name(model)
+            file = Path(
+                hf_hub_download(
+                    str(model), "config.json", revision=revision,
+                    local_files_only=not hub_is_reachable(),
+                )
+            )  # fmt: skip
         return file.read_bytes()
-    except (OSError, ValueError):
+    except (OSError, ValueError, SurveyError):
         return None  # loading the config fails in the same way, and says so
 
 
