@@ -456,11 +456,14 @@ def _changed_by_loading(model: Any) -> str:
     """Return the name of a parameter that transformers changes after it has read it; "" if none.
 
     After it has read a file, transformers initializes the parameters that the file does not have.
-    Mamba's code for that also scales a parameter that was read. The model's weights are lost here,
-    if there is such a parameter.
+    Mamba's code for that also scales a parameter that was read. The model's weights are changed.
     """
     if not is_known_code(type(model)):
         return ""  # other classes may have their own way to load files
+    for part in model.modules():
+        if isinstance(part, nn.Embedding) and part.padding_idx is not None:
+            # Some classes make this row zero. It is not trained, and zero in their files.
+            part.weight.data[part.padding_idx] = 0.0
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     for part in model.modules():
         part._is_hf_initialized = False
