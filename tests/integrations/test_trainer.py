@@ -428,6 +428,7 @@ def test_gradient_checkpointing_is_switched_off(enabled_by: str, tmp_path: Path)
     if enabled_by == "model":
         ours.model.gradient_checkpointing_enable()
     check_equal(theirs, ours)
+    assert not ours.args.gradient_checkpointing
 
 
 def test_sequences_that_are_too_long(tmp_path: Path) -> None:

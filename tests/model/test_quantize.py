@@ -60,6 +60,16 @@ def test_values_are_those_of_the_definition_but_for_the_scales_rounding(
     assert float((found - expected).abs().max()) <= 0.01 * largest
 
 
+def test_scales_have_the_256_values_of_the_signed_dynamic_map() -> None:
+    table = quantizing._scale_table(torch.device("cpu")).tolist()
+    # The largest scale of a group is exact, and so is zero; the others are midpoints.
+    assert (len(table), table[-1], table.count(0.0)) == (256, 1.0, 1)
+    assert table == sorted(table)
+    assert table[-2] == pytest.approx(1 - 0.9 / 128)
+    assert table[0] == -table[-2]
+    assert min(value for value in table if value > 0) == pytest.approx(0.55e-6)
+
+
 def test_zeros_stay_zeros() -> None:
     weights = torch.cat([torch.zeros(200), draw(500), torch.zeros(64 * 300)])
     for form in FORMS:
