@@ -73,6 +73,21 @@ def test_a_streamed_run_has_none_of_these_findings() -> None:
     assert "hidden behind compute" in kinds["sweep"].text
 
 
+def computing(share: float) -> RecordedRun:
+    """Six steps of a second, of which a part is computed."""
+    phases = [Phase("forward", step, step, step + 1.0) for step in range(6)]
+    events = [Event("gpu", "kernel", "mm", step, step + share, step) for step in range(6)]
+    return make_run(phases, events, [])
+
+
+def test_a_run_that_only_computes_is_told_that_memory_does_not_help() -> None:
+    (finding,) = of_kind(computing(0.98), "compute")
+
+    assert "compute is busy for 98 % of the step: more memory or faster drives" in finding.text
+    assert "LoRA adapter, or use a faster GPU" in finding.action
+    assert not of_kind(computing(0.85), "compute")
+
+
 def test_states_that_pass_through_the_gpu_are_reported_with_both_sides() -> None:
     run = streamed()
     passing = [

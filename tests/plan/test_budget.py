@@ -167,8 +167,12 @@ def test_only_the_tier_that_is_too_small_grows() -> None:
 
 
 def test_a_tier_that_the_machine_lacks_cannot_grow() -> None:
-    with pytest.raises(PlanError, match=r"^cxl: is 1\.00 GiB, but test has none"):
+    with pytest.raises(PlanError, match=r"^cxl: is 1\.00 GiB, but test has no CXL memory"):
         with_budget_memory(machine(cards=0), Budget(hbm=GiB, dram=GiB, cxl=GiB))
+    with pytest.raises(
+        PlanError, match=r"^cxl: .* this machine has no CXL memory; leave --cxl out"
+    ):
+        check_budget_memory(machine(cards=0), Budget(hbm=GiB, dram=GiB, cxl=GiB))
 
 
 def test_without_a_gpu_the_hbm_budget_is_memory_of_the_host() -> None:

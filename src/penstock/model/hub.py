@@ -45,8 +45,7 @@ def hub_is_reachable() -> bool:
 
 
 def _ask() -> bool:
-    from huggingface_hub import constants
-    from huggingface_hub.utils import get_session
+    from huggingface_hub import constants, get_session
 
     try:
         get_session().head(constants.ENDPOINT, timeout=SECONDS)

@@ -90,6 +90,9 @@ PENSTOCK_WAIT_ACTIONS = {
 }
 """What shortens the wait for a resource in a run of Penstock."""
 
+COMPUTE_BOUND = 0.9
+"""Share of a step from which only less or faster compute shortens it."""
+
 TROUGH = 0.25
 """Share of the peak from which unused memory is reported."""
 
@@ -435,6 +438,21 @@ def missing_overlap(m: Measures) -> Iterator[Finding]:
     )  # fmt: skip
 
 
+def busy_compute(m: Measures) -> Iterator[Finding]:
+    """Report that compute fills the step, so that memory and drives have nothing to give."""
+    share = m.busy.get(GPU, 0.0)
+    if share < COMPUTE_BOUND:
+        return
+    faster = "GPU" if m.run.observation.hardware.gpus else "processor"
+    yield Finding(
+        "compute", "note",
+        f"compute is busy for {percent(share)} of the step: more memory or faster drives will not "
+        f"help",
+        f"Train on fewer tokens, train a LoRA adapter, or use a faster {faster}.",
+        "What is left of the step is all that better overlap could save.",
+    )  # fmt: skip
+
+
 def hidden_sweep(m: Measures) -> Iterator[Finding]:
     """Report how much of the CPU optimizer sweep is hidden, if that is most of it."""
     if not (m.usages and SWEEP in m.busy and GPU in m.busy):
@@ -738,6 +756,7 @@ FINDERS: tuple[Finder, ...] = (
     idle_gpu,
     idle_links,
     missing_overlap,
+    busy_compute,
     hidden_sweep,
     shared_sweep,
     slow_steps,

@@ -189,18 +189,18 @@ def bars(m: Measures, phases: PhaseIndex) -> str:
                 name, class_, seconds = "idle, cause not recorded", "none", seconds - recording
             parts.append(BarPart(name, seconds, class_))
         title = "GPU activity" if m.run.observation.hardware.gpus else "Compute"
-        html += _bar(title, parts)
+        html += _bar(title, parts, len(m.usages))
     if m.phases:
         parts = []
         for name, seconds in m.phases.items():
             class_ = "none" if name == UNNAMED else f"phase-part s{phases.colour(name)}"
             parts.append(BarPart(shorten(name, 40), seconds, class_))
-        html += _bar("Phases", parts)
+        html += _bar("Phases", parts, len(m.own_steps))
     return html
 
 
-def _bar(title: str, parts: Sequence[BarPart]) -> str:
-    """Return a bar, and a list with the same figures as text."""
+def _bar(title: str, parts: Sequence[BarPart], steps: int) -> str:
+    """Return a bar, and a list with the same figures as text: means over a number of steps."""
     whole = sum(part.seconds for part in parts)
     kept = [part for part in parts if part.seconds >= 0.005 * whole]
     if len(kept) > MAX_BAR_PARTS:
@@ -215,7 +215,8 @@ def _bar(title: str, parts: Sequence[BarPart]) -> str:
         items += tag("li", tag("span", class_=f"dot {class_}"), text(item))
     spoken = "; ".join(f"{name} {percent(s / whole)}" for name, s, _ in kept)
     drawing = tag("div", bar, class_="bar", role="img", aria_label=f"{title}: {spoken}")
-    heading = tag("h3", text(f"{title}, time per step"))
+    # The step time above is a median, which a few slow steps do not change.
+    heading = tag("h3", text(f"{title}, time per step (mean of {steps})"))
     return heading + drawing + tag("ul", items, class_="legend")
 
 

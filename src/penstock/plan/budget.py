@@ -311,6 +311,12 @@ def check_budget_memory(machine: Machine, budget: Budget) -> None:
                     f"{format_bytes(capacity)} ({limit.name}); use auto or less than that, or "
                     f"raise the limit",
                 )
+            if not capacity:
+                raise PlanError(
+                    tier.value,
+                    f"is {format_bytes(wanted)}, but this machine has no {tier.value.upper()} "
+                    f"memory; leave --{tier.value} out",
+                )
             raise PlanError(
                 tier.value,
                 f"is {format_bytes(wanted)}, and this machine has {format_bytes(capacity)}; use "
@@ -326,7 +332,10 @@ def _enlarge(machine: Machine, tier: Tier, nbytes: int) -> Machine:
     nodes = machine.cxl_nodes if tier is Tier.CXL else machine.dram_nodes
     if not nodes:
         raise PlanError(
-            tier.value, f"is {format_bytes(nbytes)}, but {machine.name or 'the machine'} has none"
+            tier.value,
+            f"is {format_bytes(nbytes)}, but {machine.name or 'the machine'} has no "
+            f"{tier.value.upper()} memory; leave --{tier.value} out, or plan for a machine that "
+            f"has it (`penstock machines` lists them)",
         )
     if tier is not Tier.CXL:
         nbytes += process_memory(machine)  # outside of every budget
