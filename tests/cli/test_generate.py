@@ -81,7 +81,7 @@ def test_one_prompt_is_answered_and_summarized(generate: Any, model: Path) -> No
     assert code == 0
     assert out == expected(model, "the capital of") + "\n"
     assert "6 tokens from" in err
-    assert "tokens/s; cache at most" in err
+    assert err.rstrip().endswith("tokens/s")  # the pages of the cache are in --json
 
 
 def test_weights_that_do_not_fit_are_streamed_with_a_note(generate: Any, model: Path) -> None:

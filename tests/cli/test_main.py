@@ -144,6 +144,8 @@ def test_help_groups_the_flags_of_train(capsys: pytest.CaptureFixture[str]) -> N
     printed = capsys.readouterr().out
     for panel in ("Model and data", "Schedule", "Memory", "Checkpoints", "Evaluation", "Logging"):
         assert f" {panel} " in printed
+    assert "[default: (on)]" in printed
+    assert "default: (store_checksums" not in printed
 
 
 @pytest.mark.parametrize(

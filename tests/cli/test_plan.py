@@ -261,10 +261,8 @@ def test_a_budget_above_the_machine_is_for_a_machine_that_has_it(
 def test_cxl_memory_of_a_machine_without_any_is_refused(penstock: Callable[..., Result]) -> None:
     done = penstock("plan", GPT2, *SMALL, "--cxl", "3GiB")
     assert done.exit_code == 1
-    assert (
-        "cxl: is 3.00 GiB, but desktop-24gb has no CXL memory; leave --cxl out, or plan for a machine"
-        in str(done.exception)
-    )
+    assert "cxl: is 3.00 GiB, but desktop-24gb has no CXL memory" in str(done.exception)
+    assert "leave --cxl out, or plan for a machine that has it" in str(done.exception)
 
 
 @pytest.mark.parametrize("tier", ["hbm", "dram"])

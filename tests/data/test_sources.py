@@ -87,9 +87,23 @@ def test_bad_lines_can_be_skipped_and_are_counted(tmp_path: Path) -> None:
 
 def test_the_first_of_many_bad_lines_are_quoted(tmp_path: Path) -> None:
     with pytest.raises(BadLinesError, match=r"9 lines are not usable") as caught:
-        dataset_of(tmp_path, ["{"] * 9)
+        dataset_of(tmp_path, [{f"column{number}": 1} for number in range(9)])
     assert str(caught.value).count("data.jsonl:") == 3
     assert "and 6 more" in str(caught.value)
+
+
+def test_a_problem_of_many_lines_is_quoted_once(tmp_path: Path) -> None:
+    with pytest.raises(BadLinesError, match=r"9 lines are not usable") as caught:
+        dataset_of(tmp_path, [*["{"] * 8, {"text": ""}])
+    assert str(caught.value).count("data.jsonl:") == 2
+    assert "(also 7 other lines)" in str(caught.value)
+    assert "more" not in str(caught.value)
+
+
+def test_chats_under_another_name_are_recognized(tmp_path: Path) -> None:
+    record = {"id": 1, "dialog": chat("x", "y")["messages"]}
+    with pytest.raises(BadLinesError, match=r"in 'dialog', pass --columns messages=dialog"):
+        dataset_of(tmp_path, [record])
 
 
 @pytest.mark.parametrize("records", [[], ["", "  "]])

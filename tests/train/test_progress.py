@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -11,7 +12,13 @@ from rich.console import Console
 from penstock.engine.plan_choice import PlanChoice
 from penstock.planner.candidate import Location
 from penstock.planner.planner import plan_result
-from penstock.train.progress import LineView, LiveView, format_duration, print_plan
+from penstock.train.progress import (
+    LineView,
+    LiveView,
+    format_duration,
+    format_event,
+    print_plan,
+)
 from tests.support.machines import machine
 from tests.support.schedule_checker import all_on, evaluator_for
 from tests.train.events import STEP, TIERS
@@ -83,3 +90,12 @@ def test_the_live_view_advances_within_a_step() -> None:
 )
 def test_a_duration_is_formatted_in_two_units(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
+
+
+def test_the_end_of_a_run_says_whether_it_trained_an_adapter(tmp_path: Path) -> None:
+    done = {"event": "done", "steps": 3, "model": str(tmp_path), "peak_host_bytes": 1,
+            "peak_hbm_bytes": 1}  # fmt: skip
+
+    assert f"the model is in {tmp_path}" in format_event(done, 3)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert f"the adapter is in {tmp_path}" in format_event(done, 3)

@@ -165,5 +165,5 @@ def _shown_default(field: dataclasses.Field[Any]) -> str | bool:
     if value is dataclasses.MISSING or value in (None, (), False, ""):
         return False
     if value is True:
-        return field.name
+        return "on"
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)

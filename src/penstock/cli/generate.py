@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from penstock.cli.flags import parse_size, setting_option
 from penstock.cli.output import EXIT_ERROR, EXIT_INTERRUPTED, progress_bar
 from penstock.settings import LARGEST_BATCH, LARGEST_CONTEXT
-from penstock.units import format_bytes, parse_memory
+from penstock.units import parse_memory
 
 if TYPE_CHECKING:
     from penstock.generate.generator import Generator
@@ -202,15 +202,13 @@ def generate_command(
 
 
 def summary_line(generator: Generator) -> str:
-    """Summarize the run: tokens, time, rate and memory of the KV cache."""
+    """Summarize the run: tokens, time and rate. `--json` has the memory of the KV cache, too."""
     counts = generator.counts
     shared = f", {counts.shared_tokens:,} shared" if counts.shared_tokens else ""
     preempted = f", {counts.preemptions:,} preemptions" if counts.preemptions else ""
     return (
         f"{counts.made_tokens:,} tokens from {counts.prompt_tokens:,}{shared} in "
-        f"{counts.seconds:.1f} s, {counts.tokens_per_second:.1f} tokens/s; cache at most "
-        f"{format_bytes(counts.peak_bytes)}, {counts.waste:.1%} of its allocated pages empty"
-        f"{preempted}"
+        f"{counts.seconds:.1f} s, {counts.tokens_per_second:.1f} tokens/s{preempted}"
     )
 
 

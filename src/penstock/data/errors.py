@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from penstock.errors import PenstockError
 
 SHOWN = 3
-"""Number of bad lines that a message quotes. It counts the rest."""
+"""Number of problems that a message quotes, each with a line that has it. It counts the rest."""
 
 
 class DataError(PenstockError):
@@ -31,8 +31,10 @@ class BadLinesError(DataError):
 
     def __init__(self, lines: Sequence[str], count: int) -> None:
         self.lines, self.count = tuple(lines), count
-        shown = "".join(f"\n  {line}" for line in self.lines[:SHOWN])
-        more = f"\n  and {count - SHOWN} more" if count > SHOWN else ""
+        groups = _by_problem(self.lines)
+        shown = "".join(f"\n  {text}" for text, _ in groups[:SHOWN])
+        rest = count - sum(number for _, number in groups[:SHOWN])
+        more = f"\n  and {rest} more" if rest else ""
         noun = "line is" if count == 1 else "lines are"
         super().__init__(
             f"{count} {noun} not usable:{shown}{more}\n"
@@ -92,3 +94,17 @@ class PositionError(DataError, ValueError):
             f"the saved data position is for {field} {saved}, but this run has {here}; "
             f"resume with the same data and settings, or start from scratch"
         )
+
+
+def _by_problem(lines: Sequence[str]) -> list[tuple[str, int]]:
+    """Return one text for all lines with the same problem, and the number of these lines."""
+    numbers: dict[str, int] = {}
+    first: dict[str, str] = {}
+    for line in lines:
+        problem = line.partition(": ")[2]
+        first.setdefault(problem, line)
+        numbers[problem] = numbers.get(problem, 0) + 1
+    return [
+        (first[problem] + (f" (also {number - 1} other lines)" if number > 1 else ""), number)
+        for problem, number in numbers.items()
+    ]

@@ -127,7 +127,22 @@ def _example(record: Mapping[str, Any]) -> Example:
             f"is a preference pair, which is data for penstock.data.open_pairs; to train on the "
             f"chosen answers only, pass --columns {flag}=chosen"
         )
+    chat = next((key for key, value in record.items() if _is_chat(value)), None)
+    if chat is not None:
+        raise BadRecordError(
+            f"has {_found(record)}; to train on the chats in {chat!r}, pass --columns "
+            f"messages={chat}"
+        )
     raise BadRecordError(f"has {_found(record)}; expected {EXPECTED_KEYS}")
+
+
+def _is_chat(value: object) -> bool:
+    """Return whether a column holds messages, under a name that has no meaning."""
+    try:
+        _messages(value, "")
+    except BadRecordError:
+        return False
+    return True
 
 
 def _pair(record: Mapping[str, Any]) -> tuple[Example, ...]:

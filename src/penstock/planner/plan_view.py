@@ -317,7 +317,7 @@ def summary(result: PlanResult, machine: Machine) -> str:
     share = cost.bounds[limit] / cost.step_seconds
     lines = [
         f"{format_seconds(cost.step_seconds)} per step, {cost.tokens_per_second:,.0f} tokens/s; "
-        f"limited by {long_name(limit, machine)} ({share:.0%} of the step)",
+        f"limited by {long_name(limit, machine)} ({share:.0%} of the critical path)",
         f"{plan.bytes_per_parameter:.2f} bytes per parameter at rest{_optimizer(plan)}; "
         f"{plan.placement.rounds} round{'s' if plan.placement.rounds > 1 else ''}, "
         f"micro-batch {plan.workload.numerics.micro_batch}, {_residents(plan)}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 import rich.live
@@ -13,6 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from penstock.checkpoint.adapter_files import CONFIG as ADAPTER_CONFIG
 from penstock.engine.plan_choice import PlanChoice
 from penstock.planner.plan_view import not_reproducible, plan_view, tier_table
 from penstock.train.events import Event
@@ -240,8 +242,9 @@ def format_event(event: Event, steps: int) -> str:
         case "stopped":
             return f"stopped after step {event['step']}/{steps}; continue with --resume"
         case "done":
+            what = "adapter" if Path(event["model"], ADAPTER_CONFIG).is_file() else "model"
             return (
-                f"done: {event['steps']} steps; the model is in {event['model']}; "
+                f"done: {event['steps']} steps; the {what} is in {event['model']}; "
                 f"peak host memory {format_bytes(event['peak_host_bytes'])}, "
                 f"HBM {format_bytes(event['peak_hbm_bytes'])}"
             )
