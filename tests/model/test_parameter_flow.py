@@ -11,6 +11,7 @@ from transformers import BartConfig, BloomConfig, LlamaConfig, LlamaForCausalLM,
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from penstock.errors import UnsupportedModelError
+from penstock.model import parameter_flow
 from penstock.model.inventory import Inventory
 from penstock.model.meta_model import check_trainable
 from penstock.model.survey import survey_config, survey_model
@@ -187,3 +188,19 @@ def test_tables_and_scales_are_linear(family: str) -> None:
 def test_a_bias_in_the_head_belongs_to_it() -> None:
     inventory = survey_config(PhiConfig(num_hidden_layers=1), name="phi")
     assert names(inventory, -1)[-2:] == ["lm_head.weight", "lm_head.bias"]
+
+
+def test_gradients_of_large_weights_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of one layer of a 70B would take 1.6 GiB."""
+    largest, mark = [0], parameter_flow._Dependencies.mark
+
+    def measure(self: Any, tensor: torch.Tensor, names: frozenset[str]) -> None:
+        largest[0] = max(largest[0], tensor.untyped_storage().nbytes())
+        mark(self, tensor, names)
+
+    monkeypatch.setattr(parameter_flow._Dependencies, "mark", measure)
+    config = engines.tiny_config("llama", hidden_size=2048, intermediate_size=4096)
+
+    survey_config(config, name="wide")
+
+    assert 0 < largest[0] < 4 * parameter_flow.LARGE

@@ -29,6 +29,9 @@ TOKENS = 2
 
 _aten = torch.ops.aten
 
+# Their results may be large where their inputs are not: the gradients of weights, from two tokens.
+_PRODUCTS = frozenset((_aten.mm.default, _aten.bmm.default))
+
 # Their results depend on the shapes of their inputs, not on the values.
 _SHAPE_ONLY = frozenset(
     (_aten.zeros_like, _aten.ones_like, _aten.empty_like, _aten.full_like, _aten.rand_like,
@@ -249,8 +252,10 @@ class _Dependencies(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _compute(func: Any, args: Any, kwargs: Any) -> Any:
     """Compute an operation; with tensors as large as an embedding's table, only its shapes."""
     tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-    large = func is _aten.embedding_dense_backward.default or any(
-        t.numel() >= LARGE for t in tensors
+    large = (
+        func is _aten.embedding_dense_backward.default
+        or any(t.numel() >= LARGE for t in tensors)
+        or (func in _PRODUCTS and args[0].shape[:-1].numel() * args[1].shape[-1] >= LARGE)
     )
     # Views take no memory, and gathering the rows of a table reads only those rows.
     aliases = any(each.alias_info is not None for each in func._schema.returns)
