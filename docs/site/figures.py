@@ -114,9 +114,9 @@ def where_bytes_live(draw: Drawing) -> None:
             ("weights", "weights", 150), ("activations", "activations", 200),
             ("gradients", "gradients", 150),
         ]),
-        ("NVMe", "drives", [
-            ("states", "the rest of the states", 330),
-            ("activations", "the rest of the activations", 210),
+        ("NVMe", "what fits nowhere else", [
+            ("states", "states", 150), ("weights", "weights", 130),
+            ("gradients", "gradients", 130), ("activations", "activations", 130),
         ]),
     ]  # fmt: skip
     for row, (name, what, parts) in enumerate(tiers):
@@ -130,8 +130,8 @@ def where_bytes_live(draw: Drawing) -> None:
             x += width
     draw.caption(
         296,
-        "The fastest tier is filled first. A block is stored where the step is "
-        "shortest, and a budget is never exceeded.",
+        "An example: the planner chooses what is stored where so that the step is "
+        "shortest, and never exceeds a budget.",
     )
 
 
