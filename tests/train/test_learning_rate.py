@@ -68,7 +68,7 @@ def test_a_resumed_schedule_continues_to_the_bit() -> None:
 
 
 def test_warmup_is_a_fraction_below_1_and_steps_otherwise() -> None:
-    for warmup, steps in ((0.25, 5), (0.01, 1), (3, 3), (30, 19)):
+    for warmup, steps in ((0.25, 5), (0.01, 1), (1, 1), (3, 3), (30, 19)):
         settings = Settings(schedule=ScheduleSettings(warmup=warmup))
         assert LearningRateSchedule.of(settings, 20).warmup == steps
 
