@@ -76,7 +76,7 @@ std::size_t SweepJob::step_tile(const Segment& on, std::size_t begin,
                                 std::size_t count) const noexcept {
   const SweepKernels& k = kernels();
   const auto [rule, grad, master, moments] = format_;
-  const bool two = rule == Rule::adamw;
+  const bool two = k.two_moments[static_cast<std::size_t>(rule)];
   const Moment first = moment_at(on.first, on.first_bases, moments, begin);
   const Moment second = moment_at(on.second, on.second_bases, moments, begin);
   Buffers buffers;

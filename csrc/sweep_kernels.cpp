@@ -158,6 +158,7 @@ void mix(const std::uint16_t* __restrict grad, std::uint16_t* __restrict weight,
 extern const SweepKernels sweep_kernels;
 const SweepKernels sweep_kernels{
     {PENSTOCK_RULE(AdamWRule), PENSTOCK_RULE(SgdRule), PENSTOCK_RULE(LionRule)},
+    {AdamWRule::kTwoMoments, SgdRule::kTwoMoments, LionRule::kTwoMoments},
     {stats_of<Bf16Grad>, stats_of<Fp16Grad>, stats_of<Fp32Grad>},
     draw,
     widen_all,

@@ -71,6 +71,7 @@ struct SweepKernels {
                            std::size_t count) noexcept;
 
   Step step[kRules][kGrads][kMasters];
+  bool two_moments[kRules];  // whether a rule has a second moment
   Stats stats[kGrads];
   void (*draw)(Draw at, std::uint32_t* random, std::size_t count) noexcept;
   void (*widen)(const std::uint16_t* bf16, float* to, std::size_t count) noexcept;

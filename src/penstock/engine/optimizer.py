@@ -111,7 +111,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
     @property
     def rule(self) -> RuleName:
         """The rule of tensors that are updated element by element."""
-        return self.kind if self.kind in ("lion", "sgd") else "adamw"
+        return element_rule(self.kind)
 
     def coefficients(
         self, step: int, scale: float, tensor_scales: Mapping[str, float] | None = None
@@ -190,6 +190,20 @@ class StreamedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do nothing: `step` consumes the gradients."""
+
+
+def element_rule(kind: OptimizerName) -> RuleName:
+    """Return the rule of an optimizer for tensors that it updates element by element.
+
+    Muon updates all but matrices with AdamW. An optimizer without a rule is an error: AdamW in its
+    place would train, and differently.
+    """
+    match kind:
+        case "adafactor" | "muon":
+            return "adamw"
+        case "adamw" | "lion" | "sgd":
+            return kind
+    raise ValueError(f"the optimizer {kind} has no rule for single elements")
 
 
 def whole_tensors(inventory: Inventory, kind: OptimizerName) -> frozenset[str]:
