@@ -10,7 +10,7 @@ import pytest
 
 from penstock.errors import InfeasibleError
 from penstock.machine.machine import Machine
-from penstock.plan.budget import Budget, PathBudget, parse_budget, tier_capacity
+from penstock.plan.budget import Budget, PathBudget, parse_budget, tier_capacity, with_paths
 from penstock.plan.workload import Workload
 from penstock.planner import advice, fits, make_plan
 from penstock.planner.advice import WhatIf, advise
@@ -96,6 +96,28 @@ def test_a_machine_without_a_drive_is_told_that_one_would_help() -> None:
 
     assert "it fits with an NVMe drive (--nvme PATH:SIZE)" in str(error)
     assert error.least["nvme"] is None
+
+
+@pytest.mark.parametrize("storage", [True, False], ids=["a drive", "no drive"])
+def test_less_hbm_is_suggested_together_with_nvme(storage: bool) -> None:
+    """Neither budget is enough, and NVMe alone does not help."""
+    box = small_machine(hbm=64 * GiB, dram=4 * GiB, storage=storage)
+    workload, budget = work(MODEL, 1024, 4), Budget(hbm=MiB, dram=512 * MiB)
+    error = refused(workload, budget, box)
+
+    found = re.search(r"with --hbm (\S+) and --nvme (\S+):(\S+?)(?=,|;|$)", str(error))
+    assert found is not None, str(error)
+    hbm, nvme = parse_bytes(found[1]), parse_bytes(found[3])
+    assert found[2] == ("/mnt/nvme" if storage else "PATH")
+    assert error.least["nvme"] is None
+    alone = error.least["hbm"]
+    assert alone is not None
+    assert hbm < 0.9 * alone
+    path = PathBudget(path=found[2], nbytes=nvme)
+    both = replace(budget, hbm=hbm, nvme=(path,))
+    assert fits(MODEL, workload, both, with_paths(box, both)[0])
+    less = replace(both, hbm=int(0.9 * hbm))
+    assert not fits(MODEL, workload, less, with_paths(box, less)[0])
 
 
 def test_the_whole_machine_is_suggested_if_more_of_one_tier_is_not_enough() -> None:

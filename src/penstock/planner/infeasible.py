@@ -16,6 +16,9 @@ from penstock.units import TiB, format_bytes, format_bytes_up
 SHORTEST_CONTEXT = 256
 """Shortest context in tokens to suggest."""
 
+LESS_HBM = 0.9
+"""Share of the HBM that is enough alone, below which HBM and NVMe together are suggested."""
+
 _NEW_PATH = "PATH"
 """Stands for an NVMe path of the user's."""
 
@@ -31,6 +34,7 @@ def infeasible_error(
     *,
     least: Mapping[str, int | None],
     fits: Fits,
+    pair: Budget | None = None,
 ) -> InfeasibleError:
     """Return the error for a workload that fits nowhere.
 
@@ -41,6 +45,8 @@ def infeasible_error(
         machine: The machine.
         least: For each tier, the smallest budget that is enough, or None.
         fits: Returns whether a changed workload, budget or machine fits.
+        pair: The smallest HBM budget that is enough with more NVMe, and that NVMe; None if NVMe
+            does not make the HBM budget smaller.
     """
     capacities = {tier: tier_capacity(machine, budget, tier) for tier in Tier}
     name = machine.name or "this machine"
@@ -62,6 +68,7 @@ def infeasible_error(
                 f"no --{tier} on {name} is enough: that takes "
                 f"{format_bytes(nbytes)}, and it has {format_bytes(capacity)}"
             )
+    helpful += _two_tiers(pair, least, capacities, machine)
     helpful += _other_changes(inventory, workload, budget, machine, fits)
     helpful = helpful or _whole_machine(workload, machine, fits)
     advice = [f"it fits with {', or with '.join(helpful)}"] if helpful else [
@@ -69,6 +76,24 @@ def infeasible_error(
         "more of several tiers, or train a smaller model"
     ]  # fmt: skip
     return InfeasibleError(problem, least=least, advice="; ".join(advice + too_small))
+
+
+def _two_tiers(
+    pair: Budget | None,
+    least: Mapping[str, int | None],
+    capacities: Mapping[Tier, int | None],
+    machine: Machine,
+) -> Iterator[str]:
+    """Yield the flags of HBM and NVMe together, if that takes much less HBM than HBM alone."""
+    alone = least.get(Tier.HBM)
+    if pair is None or (alone is not None and pair.hbm > LESS_HBM * alone):
+        return
+    for tier in (Tier.HBM, Tier.NVME):
+        capacity = capacities[tier]
+        if capacity is not None and pair.of(tier) > capacity:
+            return
+    nvme = _size(Tier.NVME, pair.of(Tier.NVME), pair, machine)
+    yield f"--hbm {format_bytes_up(pair.hbm)} and --nvme {nvme}"
 
 
 def _on_ranks(world: int, machine: Machine) -> str:
@@ -97,7 +122,7 @@ def _size(tier: Tier, nbytes: int, budget: Budget, machine: Machine) -> str:
 def _whole_machine(workload: Workload, machine: Machine, fits: Fits) -> list[str]:
     """Return the flags of the largest budgets that the machine has, if they are enough."""
     whole = parse_budget(machine, ranks=workload.world // machine.machines)
-    drive = replace(whole, nvme=(_new_path(machine),))
+    drive = replace(whole, nvme=(new_path(machine),))
     if fits(workload, whole, machine):
         return ["--hbm auto --dram auto"]
     if fits(workload, drive, with_paths(machine, drive)[0]):
@@ -105,7 +130,7 @@ def _whole_machine(workload: Workload, machine: Machine, fits: Fits) -> list[str
     return []
 
 
-def _new_path(machine: Machine) -> PathBudget:
+def new_path(machine: Machine) -> PathBudget:
     """Return a budget that nothing exceeds, on the machine's first path or on one to be added."""
     path = machine.storage[0].path if machine.storage else _NEW_PATH
     return PathBudget(path=path, nbytes=1024 * TiB)
@@ -116,7 +141,7 @@ def _other_changes(
 ) -> Iterator[str]:
     """Yield flags other than budgets of the machine's own tiers with which the workload fits."""
     if not budget.nvme and not machine.storage:
-        more = replace(budget, nvme=(_new_path(machine),))
+        more = replace(budget, nvme=(new_path(machine),))
         if fits(workload, more, with_paths(machine, more)[0]):
             yield f"an NVMe drive (--nvme {_NEW_PATH}:SIZE)"
     micro_batch = workload.numerics.micro_batch

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from penstock.machine.machine import Machine
 from penstock.model.inventory import Inventory
-from penstock.plan.budget import Budget, PathBudget, check_paths, process_memory
+from penstock.plan.budget import Budget, PathBudget, check_paths, process_memory, with_paths
 from penstock.plan.memory_interpolation import interpolated
 from penstock.plan.placement import TransportName
 from penstock.plan.plan import Plan
@@ -24,7 +24,7 @@ from penstock.planner.cost import Cost, phase_peaks
 from penstock.planner.drives import DriveWeights
 from penstock.planner.evaluator import HbmCache, PlanEvaluator
 from penstock.planner.feasibility import HbmChoices, first_fit, may_fit
-from penstock.planner.infeasible import infeasible_error
+from penstock.planner.infeasible import infeasible_error, new_path
 from penstock.planner.search import (
     QUICK,
     THOROUGH,
@@ -105,11 +105,11 @@ def make_plan(
             args = (inventory, other, budget, machine)
             return fits(*args, source=quick) and fits(*args, source=source)
 
-        raise infeasible_error(
-            *args,
-            least=least_budget(*args, source=source),
-            fits=enough,
-        )
+        least = least_budget(*args, source=source)
+        pair = None
+        if least["nvme"] is None:  # otherwise NVMe alone is enough
+            pair = least_hbm_with_nvme(*args, source=source)
+        raise infeasible_error(*args, least=least, fits=enough, pair=pair)
     return result
 
 
@@ -323,6 +323,37 @@ def least_budget(
         tier.value: None if nbytes is None else times[tier] * nbytes
         for tier, nbytes in least.items()
     }
+
+
+def least_hbm_with_nvme(
+    inventory: Inventory, workload: Workload, budget: Budget, machine: Machine,
+    *, source: WorkingMemorySource = estimate_working_memory,
+) -> Budget | None:  # fmt: skip
+    """Return the smallest HBM budget that is enough with NVMe, and the NVMe that it takes then.
+
+    None if nothing fits, or if the HBM budget is large enough as it is. The drives are those of the
+    budget, or the machine's first one, or one to be added.
+    """
+    if not budget.nvme:
+        budget = replace(budget, nvme=(new_path(machine),))
+        machine = with_paths(machine, budget)[0]
+    transport = next(iter(usable_transports(machine, workload.world)), None)
+    bounded = _smallest_pieces_evaluator(
+        inventory, workload, budget, machine, source=source, transport=transport
+    )
+    own = bounded.budget
+    most = replace(own, dram=bounded.capacity(Tier.DRAM), cxl=bounded.capacity(Tier.CXL))
+    most = most.changed(Tier.NVME, _CEILING)
+    evaluator = replace(bounded, budget=most, unbounded=True)
+    cache: HbmChoices = {}
+    with _collector_paused():
+        hbm = _least(evaluator, most, Tier.HBM, cache)
+        if hbm is None or hbm <= own.hbm:
+            return None
+        nvme = _least(evaluator, most.changed(Tier.HBM, hbm), Tier.NVME, cache)
+    if nvme is None:
+        return None
+    return budget.changed(Tier.HBM, hbm).changed(Tier.NVME, bounded.ranks.local * nvme)
 
 
 def _smallest_pieces_evaluator(
