@@ -270,7 +270,8 @@ def test_plan_and_train_agree_on_a_gpu(
     model = config_directory(tmp_path / "model", "llama")
     flags = ["--context", "64", "--steps", "5", *budget, "--nvme", f"{tmp_path}:auto"]
     values = dict(zip((flag[2:] for flag in flags[::2]), flags[1::2], strict=True))
-    settings = Settings.of({**values, "model": model, "context": 64, "steps": 5})
+    chosen = {"model": model, "init": "random", "context": 64, "steps": 5}
+    settings = Settings.of({**values, **chosen})
 
     path = tmp_path / "planned.json"
     done = run_command(["plan", model, *flags, "-o", str(path), "--json"])
