@@ -38,7 +38,7 @@ from tests.support.adapters import adapted, lora, trained
 pytestmark = pytest.mark.filterwarnings("ignore:.*_pattern keys did not match.*gate_up_proj")
 
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
-ROUTER = {"target_modules": ["q_proj"], "target_parameters": [*EXPERTS, "gate.weight"]}
+ROUTER = {"target_modules": ["o_proj"], "target_parameters": [*EXPERTS, "gate.weight"]}
 
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "olmoe, all linear layers, experts and router": ("olmoe", {}, {}),

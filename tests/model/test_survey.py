@@ -62,7 +62,14 @@ def test_only_active_experts_count_as_compute(name: str, active: float, width: i
 
     assert active_elements == pytest.approx(active, rel=0.1)
     assert inventory.layers[0].mlp_width == width
+    assert inventory.layers[0].active_experts == (2 if name.startswith("mixtral") else 8)
     assert not inventory.not_trainable
+
+
+def test_a_dense_layer_of_a_mixture_has_no_active_experts() -> None:
+    config = engines.tiny_config("deepseek_v3", num_hidden_layers=2, first_k_dense_replace=1)
+
+    assert [block.active_experts > 0 for block in engines.inventory(config).layers] == [False, True]
 
 
 def test_sliding_windows_are_found_for_each_layer() -> None:

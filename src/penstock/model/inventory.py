@@ -102,6 +102,9 @@ class Block:
     mlp_width: int = 0
     """Intermediate size of the MLP, of all experts that are active for a token."""
 
+    active_experts: int = 0
+    """Number of experts that compute each token; 0 for a layer without experts."""
+
     window: int | None = None
     """Size of the sliding attention window in tokens, or None if there is no limit."""
 

@@ -106,6 +106,7 @@ class KnownModel:
             query_width=self.query,
             key_value_width=2 * self.key,
             mlp_width=experts.active * experts.width if experts else self.mlp,
+            active_experts=experts.active if experts else 0,
         )
 
     def _mlp(self, path: str, width: int) -> dict[str, tuple[int, ...]]:

@@ -264,6 +264,7 @@ class _TensorsByBlock:
             heads=heads if self._calls_attention_once(index, size) else 0,
             key_value_width=2 * kv_heads * size,
             mlp_width=_mlp_width(config),
+            active_experts=_active_experts(config) if any(map(_is_expert, tensors)) else 0,
             window=_window(config, index),
         )
 
@@ -413,6 +414,11 @@ def _active_experts(config: Any) -> int:
     return int(getattr(getattr(config, "ffn_config", None), "moe_top_k", None) or 1)
 
 
+def _is_expert(name: str) -> bool:
+    """Return whether a tensor holds the matrices of experts."""
+    return ".experts." in name
+
+
 def _active_elements(name: str, tensor: Any, config: Any) -> int:
     """Return how many of a tensor's weights each token is multiplied with.
 
@@ -421,7 +427,7 @@ def _active_elements(name: str, tensor: Any, config: Any) -> int:
     if tensor.dim() < 2:
         return 0
     count = _experts(config)
-    if count and ".experts." in name:
+    if count and _is_expert(name):
         return int(tensor.numel()) * _active_experts(config) // count
     return int(tensor.numel())
 

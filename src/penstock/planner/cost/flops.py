@@ -51,12 +51,13 @@ def mean_visible(context: int, window: int | None) -> float:
 def layer_width(block: Block, hidden: int) -> int:
     """Return the number of one token's values: hidden state, queries, and inside the MLP.
 
-    Queries may be wider than the hidden state, as in Qwen3-4B. The head counts as 0, because its
-    loss is computed in chunks.
+    Queries may be wider than the hidden state, as in Qwen3-4B. Each expert of a token has a copy of
+    its hidden state and an output as wide. The head counts as 0, because its loss is computed in
+    chunks.
     """
     if block.kind != "layer":
         return 0
-    return hidden + block.query_width + block.mlp_width
+    return hidden + block.query_width + block.mlp_width + 2 * block.active_experts * hidden
 
 
 def share_of(verb: Verb) -> float:
