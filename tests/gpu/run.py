@@ -79,6 +79,8 @@ class Suite:
     results: list[Result] = field(default_factory=list)
     running: dict[int, tuple[str, float]] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
+    deadline: float = float("inf")
+    """Time of the monotonic clock after which no test starts."""
 
     def add(self, result: Result) -> None:
         with self.lock:
@@ -93,7 +95,9 @@ def main(words: Sequence[str] | None = None) -> int:
         print("test-gpu: torch finds no CUDA GPU here", file=sys.stderr)
         return 1
     print(f"test-gpu: {gpu}, {args.jobs} processes, logs in {LOGS.relative_to(ROOT)}", flush=True)
-    return run(args.tests, jobs=args.jobs, limit=args.timeout, logs=LOGS)
+    return run(
+        args.tests, jobs=args.jobs, limit=args.timeout, logs=LOGS, start_within=args.start_within
+    )
 
 
 def arguments(words: Sequence[str] | None) -> argparse.Namespace:
@@ -101,6 +105,10 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("tests", nargs="*", default=["tests"], help="files or directories")
     parser.add_argument("--jobs", type=int, default=max(2, len(os.sched_getaffinity(0))))
     parser.add_argument("--timeout", type=float, default=300, help="seconds for one test")
+    parser.add_argument(
+        "--start-within", type=float, default=float("inf"),
+        help="start no test after this many seconds; the others are reported as not run",
+    )  # fmt: skip
     return parser.parse_args(words)
 
 
@@ -111,7 +119,10 @@ def gpu_name() -> str | None:
     return found.stdout.strip() or None
 
 
-def run(where: Sequence[str], *, jobs: int, limit: float, logs: Path, marker: str = "gpu") -> int:
+def run(
+    where: Sequence[str], *, jobs: int, limit: float, logs: Path, marker: str = "gpu",
+    start_within: float = float("inf"),
+) -> int:  # fmt: skip
     """Collect and run the tests with a marker, print a summary, and return the exit code."""
     began = time.monotonic()
     shutil.rmtree(logs, ignore_errors=True)
@@ -122,6 +133,7 @@ def run(where: Sequence[str], *, jobs: int, limit: float, logs: Path, marker: st
     print(f"{len(found.tests)} tests collected in {time.monotonic() - began:.0f} s", flush=True)
     command += ["--rootdir", found.root, *found.files]
     suite = Suite(in_order(found.tests), min(jobs, len(found.tests)), limit, command, logs)
+    suite.deadline = began + start_within
     with status_line(suite):
         run_all(suite)
     seconds = time.monotonic() - began
@@ -190,7 +202,7 @@ def run_all(suite: Suite) -> None:
 def drive(suite: Suite, number: int) -> None:
     """Hand tests to one process until none is left, and replace the process if it ends."""
     starts = 0
-    while not suite.queue.empty() and starts < 20:
+    while not suite.queue.empty() and starts < 20 and time.monotonic() < suite.deadline:
         starts += 1
         log = suite.logs / f"worker-{number:02d}{f'-{starts}' if starts > 1 else ''}.log"
         with Worker(number, suite.command, log) as worker:
@@ -199,7 +211,7 @@ def drive(suite: Suite, number: int) -> None:
                 ready = worker.receive(START_SECONDS)
             if ready is None:
                 return  # what it should have run stays in the queue, and is reported as not run
-            while (test := _next(suite.queue)) is not None:
+            while time.monotonic() < suite.deadline and (test := _next(suite.queue)) is not None:
                 if not run_one(suite, worker, test):
                     break
 

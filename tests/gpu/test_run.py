@@ -26,12 +26,20 @@ def _no_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
 
 
-def run(folder: Path, files: dict[str, str], *, limit: float = 60) -> tuple[int, dict[str, str]]:
+def run(
+    folder: Path, files: dict[str, str], *, limit: float = 60, start_within: float = 600
+) -> tuple[int, dict[str, str]]:
     """Run the tests of some files; return the exit code and the outcome of each test."""
     for name, text in files.items():
         (folder / "suite" / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / "suite" / name).write_text(text)
-    code = runner.run([str(folder / "suite")], jobs=2, limit=limit, logs=folder / "logs")
+    code = runner.run(
+        [str(folder / "suite")],
+        jobs=2,
+        limit=limit,
+        logs=folder / "logs",
+        start_within=start_within,
+    )
     results = json.loads((folder / "logs/results.json").read_text())["results"]
     return code, {r["test"].partition("::")[2]: r["outcome"] for r in results}
 
@@ -46,6 +54,16 @@ def test_tests_are_found_by_their_marker_in_any_directory(
     assert code == 0
     assert outcomes == {"test_marked": "passed"} | {f"test_many[{n}]": "passed" for n in range(6)}
     assert "7 tests collected" in capsys.readouterr().out
+
+
+def test_tests_that_may_not_start_any_more_fail_the_suite(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, outcomes = run(tmp_path, {"test_a.py": GOOD}, start_within=0)
+
+    assert code == 1
+    assert outcomes == {}
+    assert capsys.readouterr().out.count("ran 0 times") == 6
 
 
 def test_a_failure_fails_the_suite_and_is_shown(
