@@ -61,6 +61,7 @@ def test_the_output_is_an_adapter_of_peft(whole: Whole, runs: Runs) -> None:
     config = json.loads((out / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(runs.model.resolve())
     assert (config["r"], config["lora_alpha"], config["lora_dropout"]) == (4, 8, 0.1)
+    assert config["target_modules"] == sorted(config["target_modules"])  # equal runs, equal bytes
     assert read_yaml(out / "run.yaml")["lora"] == LORA.split(",")
     model = load(out, runs.model)
     found = dict(model.named_parameters())

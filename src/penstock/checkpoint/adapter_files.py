@@ -130,6 +130,9 @@ class AdapterFiles:
 
     def _config(self) -> str:
         config = copy.deepcopy(self.adapter.config)
+        for name, value in vars(config).items():
+            if isinstance(value, set):  # whose order differs from process to process
+                setattr(config, name, sorted(value))
         config.inference_mode = True  # as PEFT saves it: loaded adapters are frozen by default
         config.base_model_name_or_path = self.base.path or config.base_model_name_or_path
         if getattr(config, "ensure_weight_tying", False) and not self.tied:
