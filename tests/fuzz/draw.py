@@ -167,7 +167,7 @@ def _named(edit: Edit, message: str) -> bool:
     known_as = {"tokenizer.json": "tokenizer", "tokenizer_config.json": "tokenizer"}
     known_as[COMPLETE] = folder  # the manifest says which files a checkpoint has
     known_as["model.safetensors"] = "tensor"
-    known_as["config.json"] = "fingerprint"  # it is that of the model that the config describes
+    known_as["config.json"] = "the checkpoint has other tensors than this model"
     if name in ("tokenizer.json", "tokenizer_config.json") and "saved data position" in message:
         return True  # another tokenizer makes other data
     return name in message or known_as.get(name, name) in message
