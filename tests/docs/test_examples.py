@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -118,9 +119,14 @@ def test_two_budgets_on_a_gpu_give_the_same_bits() -> None:
 
 @pytest.mark.gpu
 def test_a_long_context_on_a_gpu_stays_within_its_budget() -> None:
-    peak = run("gpu_long_context", "--context", "16384", "--hbm", "12GiB", "--steps", "1")
+    # In a process of its own: the peak includes what earlier tests have left in the CUDA context.
+    arguments = ["--context", "16384", "--hbm", "12GiB", "--steps", "1"]
+    code = f"import gpu_long_context; print(gpu_long_context.main({arguments}))"
+    printed = subprocess.run(
+        [sys.executable, "-c", code], cwd=EXAMPLES, stdout=subprocess.PIPE, text=True, check=True
+    ).stdout
 
-    assert peak <= 12 * 1024 * MiB
+    assert int(printed.split()[-1]) <= 12 * 1024 * MiB
 
 
 @pytest.mark.long
