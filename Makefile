@@ -60,7 +60,7 @@ test: $(VENV)/built $(NATIVE_TESTS)/native_tests
 	  -m "not gpu and not vm and not long and not browser" $(ARGS)
 
 test-long: $(VENV)/built
-	$(BIN)/python -m pytest --timeout 300 -m long $(ARGS)
+	$(BIN)/python -m pytest --timeout 300 -m "long and not gpu" $(ARGS)
 
 test-browser: $(VENV)/built
 	$(BIN)/python -m pytest --timeout 300 -m browser $(ARGS)

@@ -55,11 +55,12 @@ def train(family: str, name: str, disk: Path, **changes: Any) -> list[torch.Tens
         pytest.param("olmoe", COMPILED, id="olmoe, compiled"),
         pytest.param("olmoe", COMPILED | {"dtype": "fp32"}, id="olmoe, compiled, fp32"),
         pytest.param("olmoe", COMPILED | {"mlp_tile": 40}, id="olmoe, compiled, tiles"),
-        pytest.param("gpt_oss", {"compiled": True}, id="gpt_oss, compiled, torch's attention"),
+        pytest.param("gpt_oss", {"compiled": True}, id="gpt_oss, compiled, torch's attention",
+                     marks=pytest.mark.long),
         pytest.param("gpt_oss", COMPILED, id="gpt_oss, compiled"),
         pytest.param("deepseek_v3", {"compiled": True}, id="deepseek_v3, compiled"),
     ],
-)
+)  # fmt: skip
 def test_experts_give_the_same_bits_under_every_plan(
     family: str, how: dict[str, Any], tmp_path: Path
 ) -> None:

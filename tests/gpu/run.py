@@ -1,6 +1,6 @@
 """Run every test marked `gpu` in parallel processes; called by `make test-gpu`.
 
-    python3 tests/gpu/run.py [--jobs N] [TEST...]
+    python3 tests/gpu/run.py [--jobs N] [--long] [TEST...]
 
 The tests are collected by their marker, so tests in new files are found without a list. Each
 process runs one test after the other, as this process hands them out. A process that crashes or
@@ -95,9 +95,11 @@ def main(words: Sequence[str] | None = None) -> int:
         print("test-gpu: torch finds no CUDA GPU here", file=sys.stderr)
         return 1
     print(f"test-gpu: {gpu}, {args.jobs} processes, logs in {LOGS.relative_to(ROOT)}", flush=True)
+    marker = "gpu" if args.long else "gpu and not long"
     return run(
-        args.tests, jobs=args.jobs, limit=args.timeout, logs=LOGS, start_within=args.start_within
-    )
+        args.tests, jobs=args.jobs, limit=args.timeout, logs=LOGS, marker=marker,
+        start_within=args.start_within,
+    )  # fmt: skip
 
 
 def arguments(words: Sequence[str] | None) -> argparse.Namespace:
@@ -105,6 +107,7 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("tests", nargs="*", default=["tests"], help="files or directories")
     parser.add_argument("--jobs", type=int, default=max(2, len(os.sched_getaffinity(0))))
     parser.add_argument("--timeout", type=float, default=300, help="seconds for one test")
+    parser.add_argument("--long", action="store_true", help="run those marked `long`, too")
     parser.add_argument(
         "--start-within", type=float, default=float("inf"),
         help="start no test after this many seconds; the others are reported as not run",

@@ -21,6 +21,9 @@ pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
 CASES = 9
 
+SAMPLE = 6
+"""Number of random models of `make test-gpu`. The others run with `--long`."""
+
 
 def run(out: Path, number: int, *words: str) -> dict[str, Any]:
     """Run one case in a process of its own and return its record."""
@@ -36,7 +39,11 @@ def run(out: Path, number: int, *words: str) -> dict[str, Any]:
     return record
 
 
-@pytest.mark.parametrize("number", range(CASES))
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(number, marks=() if number < SAMPLE else pytest.mark.long)
+     for number in range(CASES)],
+)  # fmt: skip
 def test_a_random_model_trains_at_the_least_hbm(number: int, tmp_path: Path) -> None:
     compiled = "1" if number % 3 else "0"
     record = run(tmp_path / "fit.jsonl", number, "--compiled", compiled)

@@ -15,8 +15,18 @@ from bench import repeat_campaign
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("data", repeat_campaign.DATA)
-@pytest.mark.parametrize("family", repeat_campaign.FAMILIES)
+SAMPLE = {("llama", "rows"), ("qwen3", "chats"), ("gemma2", "chats")}
+"""Cases of `make test-gpu`. The others run with `--long`: a case starts ten programs."""
+
+
+@pytest.mark.parametrize(
+    ("family", "data"),
+    [
+        pytest.param(family, data, marks=() if (family, data) in SAMPLE else pytest.mark.long)
+        for family in repeat_campaign.FAMILIES
+        for data in repeat_campaign.DATA
+    ],
+)
 def test_runs_repeat_to_the_bit(family: str, data: str, tmp_path: Path) -> None:
     words = ["--families", family, "--data", data, "--workers", "2", "--out", str(tmp_path)]
 
