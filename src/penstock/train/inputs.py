@@ -70,8 +70,6 @@ def load_model(settings: Settings, checkpoint: Path | None) -> ModelSource:
     name, context = settings.model.model, settings.data.context
     whole = checkpoint if not settings.model.lora else None
     source = str(whole or name)
-    if whole is None and settings.model.init == "pretrained":
-        _check_weights_exist(Path(name))
     chosen = settings if whole is None else settings.replace({"revision": None})
     config, inventory = inspect_model(source, chosen, name=name)
     limit = inventory.max_context
@@ -79,6 +77,9 @@ def load_model(settings: Settings, checkpoint: Path | None) -> ModelSource:
         where = name if whole is None else str(whole / "config.json")
         raise ContextTooLongError(where, wanted=context, limit=limit)
     check_trainable(inventory)
+    # After the reasons for which no weights would help, which `penstock plan` gives as well.
+    if whole is None and settings.model.init == "pretrained":
+        _check_weights_exist(Path(name))
     if checkpoint is None:  # a resumed run freezes what it froze before
         check_freeze(inventory, settings.model.freeze)
     return ModelSource(source, config, inventory)
