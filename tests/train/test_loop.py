@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from penstock.checkpoint.run_directory import list_checkpoints
 from penstock.engine.transport import SingleRank
@@ -180,3 +181,47 @@ def test_a_run_that_is_stopped_after_its_first_step_is_saved(step: int, saved: i
 
     assert len(saves) == saved
     assert events == [{"stopped": {"step": step, "steps": 9, "out": "out"}}]
+
+
+class OneBatch:
+    """A source of one batch, as the loop sees it."""
+
+    def __init__(self, batch: dict[str, torch.Tensor]) -> None:
+        self._batch, self.position, self.step, self.epoch = batch, {"row": 0}, 0, 0.5
+
+    def __next__(self) -> dict[str, torch.Tensor]:
+        self.step += 1
+        return self._batch
+
+
+@pytest.mark.parametrize(
+    ("rate", "norm", "updated"), [(0.0, 2.0, False), (0.1, 0.0, False), (0.1, 2.0, True)]
+)
+def test_a_step_updates_weights_if_neither_its_rate_nor_its_gradient_is_zero(
+    rate: float, norm: float, updated: bool
+) -> None:
+    """The other ranks get the batch and the rates that rank 0 takes the step with."""
+    batch, sent, events = {"input_ids": torch.zeros(2, 3)}, [], []
+    loop: Any = SimpleNamespace(
+        _batches=OneBatch(batch),
+        _scheduler=SimpleNamespace(get_last_lr=lambda: [rate], step=lambda: None),
+        _leader=SimpleNamespace(step=lambda batch, rates: sent.append((batch, rates))),
+        _engine=SimpleNamespace(
+            optimizer=SimpleNamespace(param_groups=[{"lr": rate}, {"lr": rate / 2}]),
+            step=lambda batch: 1.5,
+            skipped=False,
+            grad_norm=norm,
+            tiers=dict,
+            host_memory=dict,
+            expert_load=lambda: None,
+        ),
+        _listeners=SimpleNamespace(emit=lambda kind, **fields: events.append((kind, fields))),
+        _has_updated=False,
+        _note_excess=lambda memories: None,
+    )
+    TrainingLoop._take_step(loop)
+
+    assert loop._has_updated == updated
+    assert sent == [(batch, [rate, rate / 2])]
+    ((kind, fields),) = events
+    assert (kind, fields["step"], fields["lr"], fields["grad_norm"]) == ("step", 1, rate, norm)
