@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from penstock.checkpoint.run_directory import latest_checkpoint, list_checkpoints
 from penstock.checkpoint.training_state import TrainingState
 from penstock.engine.engine import Engine
+from penstock.train.checkpoints import CheckpointSaver
 from penstock.train.errors import OutLostError
 from penstock.train.output_directory import OutputDirectory
 from tests.train.conftest import STEPS
@@ -238,4 +240,35 @@ def test_files_that_could_not_be_restored_are_restored_by_the_next_save(tmp_path
         directory.find()
     assert directory.find() == ""
     assert (tmp_path / "out/run.yaml").exists()
+    directory.close()
+
+
+@pytest.mark.parametrize("moment", ["before the save", "during the save"])
+def test_a_save_writes_to_the_directory_that_was_moved(moment: str, tmp_path: Path) -> None:
+    """And not to another one, which has got its name."""
+    out, moved = tmp_path / "out", tmp_path / "moved"
+    directory = OutputDirectory(out, resume=False)
+
+    def move() -> None:
+        out.rename(moved)
+        out.mkdir()
+
+    def write(position: Any, report: Any) -> None:
+        if not moved.exists():
+            move()
+            raise FileNotFoundError(2, "No such file or directory", str(saver.out))
+        (saver.out / "checkpoint").touch()
+
+    saver: Any = SimpleNamespace(
+        out=out, before_save=[], find_directory=lambda: bool(directory.find()), _write=write
+    )
+    directory.on_change.append(lambda path: setattr(saver, "out", path))
+    if moment == "before the save":
+        move()
+
+    saved = CheckpointSaver.save(saver, SimpleNamespace(step=3))  # type: ignore[arg-type]
+
+    assert (saved, saver.saved_step) == (moved / "checkpoint-000003", 3)
+    assert (moved / "checkpoint").exists()
+    assert os.listdir(out) == []
     directory.close()
