@@ -12,6 +12,7 @@ import transformers
 
 import penstock as ps
 from penstock.autograd.model_masks import ModelMask, find_spans
+from penstock.autograd.towers import Towers
 from penstock.errors import BatchError, UnsupportedModelError
 from penstock.model.attention import AttentionOptions
 from penstock.model.document_attention import TwoWaySpans, _attend_two_ways, _CausalAttention
@@ -198,6 +199,14 @@ def test_packed_documents_of_a_model_with_three_positions_equal_plain_torch() ->
     model.close()
 
     assert torch.allclose(found, expected, atol=2e-5)
+
+
+def test_masks_are_planned_for_models_that_make_them() -> None:
+    """Four bytes for each pair of a token and one that it may see."""
+    with_masks, without = (Towers(build(name)) for name in ("gemma3", "qwen2_5_vl"))
+    for towers, nbytes in ((with_masks, 4), (without, 0)):
+        long, short = (towers.memory(48, context, 1, 2) for context in (24, 16))
+        assert long - short == nbytes * 48 * (24 - 16)
 
 
 def test_after_close_the_model_is_what_it_was() -> None:
