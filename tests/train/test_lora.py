@@ -240,6 +240,21 @@ def test_a_merge_with_other_weights_is_refused(whole: Whole, runs: Runs, tmp_pat
     assert BaseModel.load(whole[0]).path == str(runs.model.resolve())
 
 
+def test_a_merge_with_a_damaged_tokenizer_is_refused(whole: Whole, tmp_path: Path) -> None:
+    """The tokenizer would be copied next to the merged weights, which a check calls intact."""
+    adapter, into = tmp_path / "adapter", tmp_path / "merged"
+    shutil.copytree(whole[0] / "checkpoint-000006", adapter)
+    raw = bytearray((adapter / "tokenizer.json").read_bytes())
+    raw[200] ^= 1
+    (adapter / "tokenizer.json").write_bytes(raw)
+
+    result = run_command(["merge", str(adapter), "--into", str(into)])
+
+    assert result.code == 1
+    assert "tokenizer.json: the disk returned different bytes" in result.errors
+    assert not into.exists()
+
+
 HEAD = "base_model.model.lm_head.weight"
 EMBEDDING = "base_model.model.model.embed_tokens.weight"
 
