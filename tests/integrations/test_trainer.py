@@ -464,3 +464,22 @@ def test_batches_without_labels_are_refused(tmp_path: Path) -> None:
     _, ours = trainers(tmp_path, more={"data_collator": collate})
     with pytest.raises(BatchError, match="no labels"):
         ours.train()
+
+
+def test_what_the_model_predicted_is_noted_in_training_and_in_evaluation(tmp_path: Path) -> None:
+    """A trainer of TRL logs it: the entropy and the accuracy of the predicted tokens."""
+    noted: list[tuple[int, int, bool]] = []
+
+    class Noting(PenstockTrainer):
+        def _note_tokens(
+            self, micro_batches: Any, window: Any, values: Any, *, training: bool
+        ) -> None:
+            noted.append((len(micro_batches), window.owners.shape[0], training))
+
+    args = arguments(tmp_path, max_steps=2, eval_strategy="steps", eval_steps=2)
+    trainer: Any = Noting(
+        tiny_model(), args, pad, DATA[:24], eval_dataset=DATA[24:29], penstock=SMALL
+    )
+    trainer.train()
+
+    assert noted == [(4, 12, True), (4, 12, True), (1, 5, False)]
