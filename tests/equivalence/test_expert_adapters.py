@@ -18,6 +18,7 @@ import penstock
 from penstock.engine.prepare import inspect_model
 from penstock.errors import SettingsError
 from penstock.model.experts import _adapt
+from penstock.model.parameter_adapters import replace_parametrizations
 from penstock.model.split import SplitModel
 from penstock.settings import Settings
 from penstock.train.merge import merge
@@ -212,3 +213,17 @@ def test_parameters_and_no_modules_can_be_chosen(tmp_path: Path) -> None:
     names = [t.name for block in inventory.blocks for t in block.tensors if t.trainable]
     assert len(names) == 6
     assert all(".mlp.experts.lora_" in name for name in names)
+
+
+def test_an_adapter_of_the_biases_of_experts_is_added_to_them() -> None:
+    """The function that multiplies tokens with experts has factors of matrices only."""
+    biases = lora(target_modules=[], target_parameters=["experts.gate_up_proj_bias"])
+    model, ids = adapted("gpt_oss", biases), torch.arange(3, 11)[None]
+    with torch.no_grad():
+        expected = model(ids).logits
+        with model.disable_adapter():
+            assert not torch.allclose(model(ids).logits, expected, rtol=1e-3, atol=1e-3)
+        replace_parametrizations(model.get_base_model().model.layers)
+        found = model(ids).logits
+
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
