@@ -31,6 +31,7 @@ def random_case(seed: int) -> tuple[Case, random.Random]:
     name = rng.choice(MODELS)
     inventory = KNOWN_MODELS[name].inventory(name)
     context, batch = rng.choice((512, 4096, 8192, 32768)), rng.choice((1, 2, 4, 8, 16))
+    context = min(context, inventory.max_context or context)  # Gemma 2 covers 8,192 tokens
     cards = rng.choice((0, 0, 1, 2))
     states = 16 * inventory.parameters()
     activations = 2 * batch * context * inventory.hidden * len(inventory.layers)
