@@ -279,10 +279,10 @@ def fit_plan(plan: Plan, request: PlanRequest | None, measured: WorkingMemory) -
 
 
 def _keep_less(plan: Plan, measured: WorkingMemory) -> Plan | None:
-    """Return the plan with as few more layers recomputed as the budget needs; None if all are not
-    enough.
+    """Return the plan with fewer kept forward passes, as many as its budget allows.
 
-    The first layers go first: their saved tensors stay the longest.
+    The first layers are recomputed first, because their saved tensors stay the longest. Returns
+    None if the plan does not fit even if it keeps nothing.
     """
     blocks = list(plan.placement.blocks)
     for number, block in enumerate(blocks):
