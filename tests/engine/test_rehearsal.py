@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.engine.allocate import Programs
 from penstock.engine.device import CpuDevice, PeakMemory
 from penstock.engine.engine import Engine
 from penstock.engine.plan_choice import PlanRequest, fit_plan
@@ -25,6 +26,7 @@ from penstock.plan.cuda_allocator import PAGE
 from penstock.plan.memory_cache import load_memory, memory_key
 from penstock.plan.plan import Plan
 from penstock.plan.working_memory import PartMemory, WorkingMemory
+from penstock.roles import Role
 from penstock.settings import Settings
 from penstock.tiers import Tier
 from penstock.units import GiB, KiB, MiB
@@ -235,24 +237,26 @@ def pool(plan: Plan, what: str) -> int:
 def test_a_plan_that_is_large_enough_stays(plan: Plan, request_: PlanRequest) -> None:
     same = measured(pool(plan, "working memory") - MiB)
 
-    assert fit_plan(plan, request_, same) == (plan, "")
-    assert fit_plan(plan, None, same) == (plan, "")
+    assert fit_plan(plan, request_, request_.inventory, same) == (plan, "")
+    assert fit_plan(plan, None, request_.inventory, same) == (plan, "")
 
 
-def test_noise_of_a_measurement_changes_no_plan(plan: Plan) -> None:
+def test_noise_of_a_measurement_changes_no_plan(plan: Plan, request_: PlanRequest) -> None:
     exact = replace(plan, budget=replace(plan.budget, hbm=plan.peak(Tier.HBM)))
     same = pool(plan, "working memory") + pool(plan, "batch and layer arguments")
 
-    assert fit_plan(exact, None, measured(same + 10 * MiB)) == (exact, "")
+    assert fit_plan(exact, None, request_.inventory, measured(same + 10 * MiB)) == (exact, "")
     with pytest.raises(PlanError):
-        fit_plan(exact, None, measured(same + 20 * MiB))
+        fit_plan(exact, None, request_.inventory, measured(same + 20 * MiB))
 
 
-def test_a_plan_with_room_in_its_budget_keeps_its_placement(plan: Plan) -> None:
+def test_a_plan_with_room_in_its_budget_keeps_its_placement(
+    plan: Plan, request_: PlanRequest
+) -> None:
     roomy = replace(plan, budget=replace(plan.budget, hbm=plan.peak(Tier.HBM) + GiB))
     more = measured(pool(plan, "working memory") + GiB // 2)
 
-    grown, change = fit_plan(roomy, None, more)
+    grown, change = fit_plan(roomy, None, request_.inventory, more)
 
     assert grown.placement == plan.placement
     assert pool(grown, "working memory") == more.peak
@@ -260,11 +264,11 @@ def test_a_plan_with_room_in_its_budget_keeps_its_placement(plan: Plan) -> None:
     assert "the HBM budget has room for" in change
 
 
-def test_a_larger_context_leaves_less_for_torch(plan: Plan) -> None:
+def test_a_larger_context_leaves_less_for_torch(plan: Plan, request_: PlanRequest) -> None:
     roomy = replace(plan, budget=replace(plan.budget, hbm=plan.peak(Tier.HBM) + GiB))
     context = pool(plan, "CUDA context") + 100 * MiB
 
-    grown, _ = fit_plan(roomy, None, measured(MiB, context=context))
+    grown, _ = fit_plan(roomy, None, request_.inventory, measured(MiB, context=context))
 
     assert pool(grown, "CUDA context") == context
     assert grown.allocator_nbytes == roomy.allocator_nbytes - 100 * MiB
@@ -273,7 +277,7 @@ def test_a_larger_context_leaves_less_for_torch(plan: Plan) -> None:
 def test_a_plan_that_is_short_is_made_again(plan: Plan, request_: PlanRequest) -> None:
     more = measured(too_much(plan))
 
-    again, change = fit_plan(plan, request_, more)
+    again, change = fit_plan(plan, request_, request_.inventory, more)
 
     assert again.placement != plan.placement
     assert again.workload == plan.workload, "the numerics changed"
@@ -288,7 +292,7 @@ def test_a_plan_that_cannot_fit_names_the_least_budget(plan: Plan, request_: Pla
     more = measured(20 * GiB)
 
     with pytest.raises(InfeasibleError) as raised:
-        fit_plan(plan, request_, more)
+        fit_plan(plan, request_, request_.inventory, more)
 
     least = raised.value.least["hbm"]
     assert least is not None
@@ -298,11 +302,11 @@ def test_a_plan_that_cannot_fit_names_the_least_budget(plan: Plan, request_: Pla
     assert enough.make_plan().plan.peak(Tier.HBM) <= least
 
 
-def test_a_plan_that_the_user_gave_is_not_changed(plan: Plan) -> None:
+def test_a_plan_that_the_user_gave_is_not_changed(plan: Plan, request_: PlanRequest) -> None:
     more = measured(too_much(plan))
 
     with pytest.raises(PlanError, match="penstock plan"):
-        fit_plan(plan, None, more)
+        fit_plan(plan, None, request_.inventory, more)
 
 
 def memory_with_saved(saved: int, head: int = 900) -> WorkingMemory:
@@ -317,23 +321,54 @@ def memory_with_saved(saved: int, head: int = 900) -> WorkingMemory:
     return WorkingMemory(parts=parts, origin="measured")
 
 
-def test_a_plan_that_the_user_gave_recomputes_more_if_it_is_short(request_: PlanRequest) -> None:
+@pytest.fixture(scope="module")
+def keeping(request_: PlanRequest) -> Plan:
+    """A plan that fills its budget with kept forward passes, also of layers that are streamed."""
     traced = memory_with_saved(1000 * MiB)
     budget = replace(request_.budget, hbm=40 * GiB)
     plan = replace(request_, source=lambda *_: traced, budget=budget).make_plan().plan
-    exact = replace(plan, budget=replace(budget, hbm=plan.peak(Tier.HBM)))
-    passes = [block.kept for block in plan.placement.blocks]
+    return replace(plan, budget=replace(budget, hbm=plan.peak(Tier.HBM)))
 
-    fitted, change = fit_plan(exact, None, memory_with_saved(1060 * MiB))
 
-    fewer = [block.kept for block in fitted.placement.blocks]
-    assert 2 < sum(fewer) < sum(passes)
-    assert fewer[fewer.index(1) :] == passes[fewer.index(1) :], "the first layers go first"
-    assert fitted.peak(Tier.HBM) <= exact.budget.hbm
-    assert fitted.workload == plan.workload
-    assert f"{sum(fewer)} forward passes are kept in HBM instead of {sum(passes)}" in change
+def kept(plan: Plan) -> list[int]:
+    return [block.kept for block in plan.placement.blocks]
+
+
+def test_a_plan_that_the_user_gave_recomputes_more_if_it_is_short(
+    keeping: Plan, request_: PlanRequest
+) -> None:
+    more = memory_with_saved(1060 * MiB)
+
+    fitted, change = fit_plan(keeping, None, request_.inventory, more)
+
+    before, after = kept(keeping), kept(fitted)
+    assert 2 < sum(after) < sum(before)
+    assert after[after.index(1) :] == before[after.index(1) :], "the first layers go first"
+    assert fitted.peak(Tier.HBM) <= keeping.budget.hbm
+    assert fitted.workload == keeping.workload
+    assert f"{sum(after)} forward passes are kept in HBM instead of {sum(before)}" in change
+    too_large = memory_with_saved(1000 * MiB, head=40 * 1024)
     with pytest.raises(PlanError, match="penstock plan"):
-        fit_plan(exact, None, memory_with_saved(1000 * MiB, head=40 * 1024))
+        fit_plan(keeping, None, request_.inventory, too_large)
+
+
+@pytest.mark.parametrize("saved", [1010, 1200, 2500])
+def test_a_plan_that_recomputes_more_has_the_buffers_of_its_new_schedule(
+    saved: int, keeping: Plan, request_: PlanRequest
+) -> None:
+    """Weights of kept layers stay in their slots, and those of recomputed layers do not."""
+    inventory, more = request_.inventory, memory_with_saved(saved * MiB)
+    streamed = [block for block in keeping.placement.blocks if block.kept and block.streamed]
+    assert any(not block.all_on(Role.WEIGHT, Tier.HBM) for block in streamed)
+
+    fitted, _ = fit_plan(keeping, None, inventory, more)
+
+    programs = Programs.of(fitted, inventory)
+    assert kept(fitted) != kept(keeping)
+    assert pool(fitted, "weight slots") == programs.nbytes("weights")
+    assert pool(fitted, "weight slots") < pool(keeping, "weight slots")
+    assert pool(fitted, "gradient buffers") == programs.nbytes("gradients")
+    assert fit_plan(fitted, None, inventory, more) == (fitted, "")
 
 
 # In `prepare`.

@@ -31,7 +31,8 @@ from penstock.plan.budget import (
     with_gpus,
     with_paths,
 )
-from penstock.plan.buffers import CONTEXT
+from penstock.plan.buffers import CONTEXT, plan_pools
+from penstock.plan.build_schedule import step_schedule
 from penstock.plan.placement import TransportName
 from penstock.plan.plan import Plan
 from penstock.plan.working_memory import NOISE, WorkingMemory, WorkingMemorySource
@@ -230,7 +231,9 @@ def check_plan(plan: Plan, inventory: Inventory, target: TargetMachine, *, path:
     return PlanChoice(plan, machine)
 
 
-def fit_plan(plan: Plan, request: PlanRequest | None, measured: WorkingMemory) -> tuple[Plan, str]:
+def fit_plan(
+    plan: Plan, request: PlanRequest | None, inventory: Inventory, measured: WorkingMemory
+) -> tuple[Plan, str]:
     """Return a plan within the same budgets that has room for what a rehearsal measured.
 
     The plan stays as it is if it is large enough. If only its budget is, the placement stays and
@@ -254,7 +257,7 @@ def fit_plan(plan: Plan, request: PlanRequest | None, measured: WorkingMemory) -
         more = format_bytes(needed.peak(Tier.HBM) - plan.peak(Tier.HBM))
         return needed, f"{found}; the HBM budget has room for {more} more"
     if request is None:
-        if (smaller := _keep_less(plan, measured)) is not None:
+        if (smaller := _keep_less(plan, inventory, measured)) is not None:
             before, after = _kept_passes(plan), _kept_passes(smaller)
             return smaller, f"{found}; {after} forward passes are kept in HBM instead of {before}"
         raise PlanError(
@@ -278,19 +281,27 @@ def fit_plan(plan: Plan, request: PlanRequest | None, measured: WorkingMemory) -
     return again, f"{found}; planned again: {after} blocks stay in HBM instead of {before}"
 
 
-def _keep_less(plan: Plan, measured: WorkingMemory) -> Plan | None:
+def _keep_less(plan: Plan, inventory: Inventory, measured: WorkingMemory) -> Plan | None:
     """Return the plan with fewer kept forward passes, as many as its budget allows.
 
     The first layers are recomputed first, because their saved tensors stay the longest. Returns
     None if the plan does not fit even if it keeps nothing.
     """
+    stored = plan.workload.stored(inventory)
+    context = plan.memory_pools(measured)[CONTEXT]
     blocks = list(plan.placement.blocks)
     for number, block in enumerate(blocks):
         for kept in reversed(range(block.kept)):
             blocks[number] = replace(block, kept=kept)
-            smaller = replace(plan, placement=replace(plan.placement, blocks=tuple(blocks)))
-            with contextlib.suppress(PlanError):
-                return smaller.with_memory(measured)
+            placement = replace(plan.placement, blocks=tuple(blocks))
+            # All pools, because the schedule is another one: the streamed weights of a layer that
+            # is no longer kept leave their slots after forward and are fetched again.
+            schedule = step_schedule(stored, placement)
+            pools = plan_pools(
+                inventory, plan.workload, placement, schedule, measured, context_nbytes=context
+            )
+            with contextlib.suppress(PlanError):  # more than the budget
+                return replace(plan, placement=placement, pools=pools)
     return None
 
 

@@ -623,7 +623,7 @@ def _build_engine(
             split_model = _split_model(bare, inventory, plan, device)
             measured = _rehearse(plan, inventory, split_model, device, options)
     key = memory_key(config, inventory, plan.workload, device.name, adapter)
-    plan, plan_change = _fit_plan(plan, request, measured, key, options)
+    plan, plan_change = _fit_plan(plan, request, inventory, measured, key, options)
     with all_or_none(ranks):
         check_free_memory(device, plan)
     with explain_out_of_memory(device, plan, "the engine"):
@@ -676,8 +676,8 @@ def _check_router_loss(config: Any) -> None:
 
 
 def _fit_plan(
-    plan: Plan, request: PlanRequest | None, measured: WorkingMemory | None, key: str,
-    options: _EngineOptions,
+    plan: Plan, request: PlanRequest | None, inventory: Inventory,
+    measured: WorkingMemory | None, key: str, options: _EngineOptions,
 ) -> tuple[Plan, str]:  # fmt: skip
     """Return a plan for what rank 0 measured, on all ranks, and what changed in it."""
     from penstock.engine.rank_agreement import all_or_none, share_bytes
@@ -687,7 +687,7 @@ def _fit_plan(
         if measured is not None and ranks.rank == 0:
             if options.loss is None:
                 measured = keep_measured(key, measured)
-            plan, change = fit_plan(plan, request, measured)
+            plan, change = fit_plan(plan, request, inventory, measured)
     change = share_bytes(ranks, change.encode()).decode()
     return (_share_plan(ranks, plan), change) if change else (plan, change)
 
