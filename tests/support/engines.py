@@ -20,6 +20,7 @@ from penstock.machine.machine import Machine
 from penstock.machine.presets import cpu_machine
 from penstock.model.inventory import Inventory
 from penstock.model.meta_model import build_model, weight_dtype, without_parameters
+from penstock.model.self_check import check_model
 from penstock.model.split import SplitModel
 from penstock.model.survey import survey_model
 from penstock.plan.budget import Budget, PathBudget, with_paths
@@ -116,6 +117,7 @@ def plain_model(config: Any, dtype: torch.dtype = torch.bfloat16, seed: int = 1)
     return transformers.AutoModelForCausalLM.from_config(separate, dtype=dtype)
 
 
+_unneeded: dict[str, tuple[str, ...]] = {}
 _inventories: dict[tuple[type, str, tuple[str, ...]], Inventory] = {}
 """By class and contents of the config, and by what is frozen: many tests survey the same model."""
 
@@ -127,8 +129,19 @@ def inventory(config: Any, freeze: Sequence[str] = ()) -> Inventory:
         with torch.device("meta"), without_parameters():
             body = transformers.AutoModelForCausalLM.from_config(config)
         found = survey_model(body, config, name="tiny", freeze=freeze)
-        _inventories[key] = replace(found, own_attention=config.model_type in OWN_ATTENTION)
+        paths = _unneeded_outputs(body, found)
+        blocks = tuple(replace(b, unneeded=paths) if b.kind == "layer" else b for b in found.blocks)
+        own = config.model_type in OWN_ATTENTION
+        _inventories[key] = replace(found, blocks=blocks, own_attention=own)
     return _inventories[key]
+
+
+def _unneeded_outputs(body: Any, found: Inventory) -> tuple[str, ...]:
+    """Return what a recomputed layer need not compute; looked up once for each type of model."""
+    kind = body.config.model_type
+    if kind not in _unneeded:
+        _unneeded[kind] = check_model(body, found).layers[0].unneeded
+    return _unneeded[kind]
 
 
 def workload(**changes: Any) -> Workload:
@@ -224,6 +237,7 @@ def make_engine(config: Any, plan: Plan, model: Inventory, source: Any, **change
     split_model = SplitModel(
         bare, model, mlp_tile=numerics.mlp_tile, compiled=numerics.compiled,
         deterministic=numerics.deterministic, noise_alpha=numerics.neftune_noise_alpha,
+        recomputes=True,
     )  # fmt: skip
     settings: dict[str, Any] = {"optimizer": {"lr": 1e-2}, "grouping": decay_matrices}
     given = EngineSettings(**(settings | changes))

@@ -23,6 +23,7 @@ from penstock.engine.step_state import SavedForward, StepState
 from penstock.engine.transfer import Mover
 from penstock.model.experts import Routing
 from penstock.model.split import MicroBatch, SplitModel
+from penstock.model.unneeded_outputs import skipping_unneeded
 from penstock.optim.rules import draw_key
 from penstock.plan.lifetimes import BufferKey, BufferKind, SumPart
 from penstock.plan.placement_index import PlacementIndex
@@ -296,7 +297,8 @@ class Computer:
             with torch.enable_grad():
                 return self._model.embed(micro)[0], None, ()
         source = self._block_input(op.block, step.first_home + index, micro, slot)
-        with self._memory.attention.replaying(step, at, index, micro):
+        # What this returns is differentiated, and its values are never read.
+        with self._memory.attention.replaying(step, at, index, micro), skipping_unneeded():
             out, source, routing = self._differentiable_layer(op.block, source, micro)
         return out, source, routing.logits
 

@@ -660,6 +660,7 @@ def _split_model(bare: nn.Module, inventory: Inventory, plan: Plan, device: Devi
     split_model = SplitModel(
         bare, inventory, mlp_tile=numerics.mlp_tile, compiled=numerics.compiled,
         deterministic=numerics.deterministic, noise_alpha=numerics.neftune_noise_alpha,
+        recomputes=True,
     )  # fmt: skip
     split_model.check_noise(device.torch_device)
     return split_model

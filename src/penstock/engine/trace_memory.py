@@ -132,6 +132,7 @@ def trace_parts(
     split_model = SplitModel(
         bare, inventory, mlp_tile=numerics.mlp_tile, compiled=numerics.compiled,
         noise_alpha=numerics.neftune_noise_alpha,
+        recomputes=True,
     )  # fmt: skip
     micros = example_micro_batches(inventory, workload, torch.device("cpu"))
     # Tensors that are no buffers of the model, such as constants in its code, are real.

@@ -318,7 +318,7 @@ def train_with_engine(
     )
     split_model = _RecordingModel(
         bare, inventory, mlp_tile=numerics.mlp_tile, compiled=numerics.compiled,
-        deterministic=numerics.deterministic,
+        deterministic=numerics.deterministic, recomputes=True,
     )  # fmt: skip
     settings = EngineSettings(optimizer=OPTIMIZER, grouping=decay_matrices, sweep_threads=1)
     try:

@@ -21,6 +21,7 @@ from torch import nn
 
 from penstock.model.attention import attending_over
 from penstock.model.experts import Routing, noting_routing
+from penstock.model.mlp_tiles import set_training
 from penstock.model.varlen_attention import DocumentSpans
 
 RECOMPILE_LIMIT = 64
@@ -94,7 +95,7 @@ class CompiledLayers:
     def train(self, training: bool) -> None:
         """Set training mode, which decides about dropout, in all shells."""
         for shell in self._bodies.shells:
-            shell.train(training)
+            set_training(shell, training)
 
     def __call__(
         self,

@@ -108,6 +108,10 @@ class Block:
     window: int | None = None
     """Size of the sliding attention window in tokens, or None if there is no limit."""
 
+    unneeded: tuple[str, ...] = ()
+    """Paths, within the layer, of modules whose outputs no gradient depends on. A layer that
+    backward recomputes need not compute them (`penstock.model.unneeded_outputs`)."""
+
     second: tuple[int, ...] | None = None
     """Number of elements of the second moment of each trainable tensor, if the optimizer updates
     whole tensors (`Inventory.laid_out_for`). The second moments then have a flat buffer with
@@ -118,6 +122,7 @@ class Block:
     shards of each buffer (`Inventory.sharded`)."""
 
     _flat: tuple[int, int] = field(init=False, repr=False, compare=False)
+    _unneeded: int = field(init=False, repr=False, compare=False)
     _cuts: dict[tuple[int, bool], tuple[tuple[int, int], ...]] = field(
         init=False, repr=False, compare=False, default_factory=dict
     )
@@ -129,6 +134,9 @@ class Block:
         if self.shards < 1:
             raise InventoryError("shards", f"must be 1 or more, got {self.shards}")
         object.__setattr__(self, "_flat", (self._padded(False), self._padded(True)))
+        skipped = {f"{self.name}.{path}.weight" for path in self.unneeded}
+        elements = sum(t.elements for t in self.tensors if t.name in skipped)
+        object.__setattr__(self, "_unneeded", elements)
         object.__setattr__(self, "_second_starts", self._find_second_starts())
         widths = ("matmul_elements", "query_width", "heads", "key_value_width", "mlp_width")
         for name in widths:
@@ -143,10 +151,15 @@ class Block:
         tensors = tuple((t.shape, t.trainable, t.quantization) for t in self.tensors)
         widths = (
             *(self.query_width, self.heads, self.key_value_width, self.mlp_width),
-            self.window,
+            *(self.window, self.unneeded_elements),
         )
         own = () if self.second is None else (self.second,)
         return (self.kind, tensors, self.matmul_elements, *widths, *own)
+
+    @property
+    def unneeded_elements(self) -> int:
+        """Number of weights with which a recomputed layer multiplies no token."""
+        return self._unneeded
 
     def parameters(self, trainable: bool | None = None) -> int:
         """Return the number of elements without padding.

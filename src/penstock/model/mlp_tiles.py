@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,31 +21,48 @@ from torch import nn
 
 from penstock.model.experts import has_fused_experts, leave_notes_to_caller, note_rows
 from penstock.model.parameter_adapters import outermost
+from penstock.model.unneeded_outputs import copy_without_weights, skip_products
 
 
-def tile_mlps(layers: Sequence[nn.Module], tile: int) -> None:
+def tile_mlps(
+    layers: Sequence[nn.Module], tile: int, unneeded: Sequence[Container[str]] | None = None
+) -> None:
     """Make `layer.mlp` of every layer process at most `tile` tokens at a time from now on.
 
     An MLP that takes more than the hidden states, such as BLOOM's, stays as it is. Of an MLP with
     a router, its experts and its shared experts are tiled instead: the router's logits are another
     output of the layer.
+
+    `unneeded` has, for each layer, the paths of modules whose outputs backward does not need. A
+    layer that is recomputed skips the products of a tiled MLP among them (`skipping_unneeded`):
+    backward computes each tile again in any case.
     """
-    for layer in layers:
-        mlp = getattr(layer, "mlp", None)
-        routed = [module for module in layer.modules() if has_fused_experts(module)]
-        if routed:
-            for module in routed:
+    for index, layer in enumerate(layers):
+        for module in layer.modules():
+            if has_fused_experts(module):
                 leave_notes_to_caller(module)
-            # With adapters of experts, their weights belong to PEFT's wrappers.
-            experts = [outermost(layer, module) for module in routed]
-            for module in (*experts, *_shared_experts(layer)):
-                _tile(module, tile)
-        elif isinstance(mlp, nn.Module) and _takes_hidden_states_only(mlp):
-            _tile(mlp, tile)
+        skipped = unneeded[index] if unneeded else ()
+        for path, module in list(tiled_modules(layer)):
+            forward = _TiledForward(module, module.forward, tile)
+            if path in skipped:
+                forward.skip_unneeded()
+            module.forward = forward
 
 
-def _tile(module: nn.Module, tile: int) -> None:
-    module.forward = _TiledForward(module, module.forward, tile)
+def tiled_modules(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules of a layer that are tiled, with their paths."""
+    mlp = getattr(layer, "mlp", None)
+    routed = [module for module in layer.modules() if has_fused_experts(module)]
+    wanted: list[nn.Module] = []
+    if routed:
+        # With adapters of experts, their weights belong to PEFT's wrappers.
+        experts = [outermost(layer, module) for module in routed]
+        wanted = [*experts, *_shared_experts(layer)]
+    elif isinstance(mlp, nn.Module) and _takes_hidden_states_only(mlp):
+        wanted = [mlp]
+    for path, module in layer.named_modules():
+        if any(module is each for each in wanted):
+            yield path, module
 
 
 def _shared_experts(layer: nn.Module) -> list[nn.Module]:
@@ -71,6 +88,26 @@ def draws_in_tiles(layer: nn.Module) -> bool:
     return any(isinstance(each, _TiledForward) and each.draws for each in tiled)
 
 
+def differentiated_in_tiles(layer: nn.Module) -> set[nn.Module]:
+    """Return the modules that backward of a tile calls: those of tiled MLPs without copies."""
+    tiled = (vars(module).get("forward") for module in layer.modules())
+    return {
+        module
+        for forward in tiled
+        if isinstance(forward, _TiledForward) and forward.again is forward.mlp
+        for module in forward.mlp.modules()
+    }
+
+
+def set_training(layer: nn.Module, training: bool) -> None:
+    """Set training mode in a layer, and in the copies that tiled MLPs call."""
+    layer.train(training)
+    for module in layer.modules():
+        forward = vars(module).get("forward")
+        if isinstance(forward, _TiledForward):
+            forward.train(training)
+
+
 class _TiledForward:
     """The `forward` of an MLP, in tiles if there are more tokens than a tile has.
 
@@ -81,6 +118,24 @@ class _TiledForward:
         self.mlp, self.original, self.tile = mlp, original, tile
         self.draws = any(isinstance(m, nn.Dropout) and m.p > 0 for m in mlp.modules())
         self.names = [name for name, _ in mlp.named_parameters(remove_duplicate=False)]
+        self.first, self.again = mlp, mlp
+        """What forward and backward call for one tile: the MLP, or copies without weights."""
+
+    def skip_unneeded(self) -> None:
+        """Let forward skip all products inside `skipping_unneeded`. Backward needs them.
+
+        They are two copies, because compiled code cannot be told which of the two it is in.
+        """
+        routed = any(has_fused_experts(module) for module in self.mlp.modules())
+        if routed or any(True for _ in self.mlp.buffers()):
+            return
+        self.first, self.again = (copy_without_weights(self.mlp) for _ in range(2))
+        skip_products(self.first.modules())
+
+    def train(self, training: bool) -> None:
+        """Set training mode in the copies."""
+        self.first.train(training)
+        self.again.train(training)
 
     def __call__(
         self, hidden: torch.Tensor, *routing: torch.Tensor, is_tile: bool = False
@@ -97,17 +152,17 @@ class _TiledForward:
         return tiled
 
     def run_tile(
-        self, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
+        self, mlp: nn.Module, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        """Run the MLP over one tile, with these weights."""
+        """Run the MLP, or a copy of it, over one tile with these weights."""
         named = dict(zip(self.names, weights, strict=True))
         if len(inputs) > 1:
             routed: torch.Tensor = torch.func.functional_call(
-                self.mlp, named, tuple(inputs), {"is_tile": True}
+                mlp, named, tuple(inputs), {"is_tile": True}
             )
             return routed
         # As one row: some MLPs, such as Moshi's, expect `[rows, tokens, hidden size]`.
-        output: torch.Tensor = torch.func.functional_call(self.mlp, named, (inputs[0][None],))
+        output: torch.Tensor = torch.func.functional_call(mlp, named, (inputs[0][None],))
         return output[0]
 
     def tiles(self, tokens: int) -> list[slice]:
@@ -130,7 +185,7 @@ class _Tiles(torch.autograd.Function):
         inputs, weights = tensors[:count], tensors[count:]
         flat = [_by_token(each) for each in inputs]
         outputs = (
-            (rows, [tiled.run_tile([each[rows] for each in flat], weights)])
+            (rows, [tiled.run_tile(tiled.first, [each[rows] for each in flat], weights)])
             for rows in tiled.tiles(flat[0].shape[0])
         )
         return _assemble(inputs[:1], outputs)[0]
@@ -155,7 +210,7 @@ class _Tiles(torch.autograd.Function):
                     values = [*tile, *tensors[ctx.count :]]  # noqa: B023
                     for place, value in zip((*inputs, *trained), given, strict=True):
                         values[place] = value
-                    return tiled.run_tile(values[: ctx.count], values[ctx.count :])
+                    return tiled.run_tile(tiled.again, values[: ctx.count], values[ctx.count :])
 
                 here = [*(tile[i] for i in inputs), *(tensors[i] for i in trained)]
                 pull: Any = torch.func.vjp(run, *here)[1]

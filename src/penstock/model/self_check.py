@@ -29,8 +29,9 @@ from penstock.model.document_attention import attend
 from penstock.model.experts import has_experts
 from penstock.model.inventory import Inventory
 from penstock.model.layer_probe import Arguments
+from penstock.model.mlp_tiles import tiled_modules
 from penstock.model.router_loss import RouterLoss
-from penstock.model.split import MicroBatch, SplitModel
+from penstock.model.split import Calls, MicroBatch, SplitModel
 from penstock.model.survey import ENCODER_DECODER, LAYERS_SHARE, survey_model
 from penstock.model.twin import (
     VOCABULARY,
@@ -40,6 +41,7 @@ from penstock.model.twin import (
     twin_config_of,
     twin_key,
 )
+from penstock.model.unneeded_outputs import find_unneeded
 
 LENGTH = 12
 """Number of tokens in a row: more than a twin's sliding window."""
@@ -70,6 +72,9 @@ class Verdict:
     mixes_documents: str = ""
     """What carries information from one document of a packed row to the next; empty if nothing."""
 
+    unneeded: tuple[str, ...] = ()
+    """Paths, within a layer, of modules whose outputs no gradient depends on."""
+
 
 def check_model(model: nn.Module, inventory: Inventory) -> Inventory:
     """Return the inventory of a model with the verdict on it. The model may be on the meta device.
@@ -79,8 +84,13 @@ def check_model(model: nn.Module, inventory: Inventory) -> Inventory:
     if inventory.not_trainable.startswith((ENCODER_DECODER, LAYERS_SHARE)):
         return inventory
     verdict = _check(model, inventory.layers[0].name.rpartition(".")[0])
+    blocks = tuple(
+        replace(block, unneeded=verdict.unneeded) if block.kind == "layer" else block
+        for block in inventory.blocks
+    )
     return replace(
         inventory,
+        blocks=blocks,
         not_trainable=verdict.not_trainable or inventory.not_trainable,
         mixes_documents=verdict.mixes_documents,
         own_attention=verdict.own_attention,
@@ -223,6 +233,7 @@ class _Check:
         return Verdict(
             own_attention=own_attention,
             mixes_documents=self._find_mixer(blocks, silent),
+            unneeded=blocks.find_unneeded(self.ids, self.positions),
         )
 
     def _find_mixer(self, blocks: _Blocks, silent: list[nn.Module]) -> str:
@@ -365,6 +376,41 @@ class _Blocks:
             upstream = self._differentiate(1 + index, out, source, upstream, gradients, others)
         self._differentiate(0, embedded, None, upstream, gradients)
         return _Results(logits.detach(), gradients)
+
+    def find_unneeded(self, ids: torch.Tensor, positions: torch.Tensor) -> tuple[str, ...]:
+        """Return the paths of modules whose outputs no layer that has them needs in backward.
+
+        The rows are short enough for a single tile: in tiles, backward would repeat the MLP with
+        the values that were put in place of an output.
+        """
+        ids, positions = ids[:, :FIRST], positions[:, :FIRST]
+        hidden, calls = self._split.embed(MicroBatch(ids, positions, ids, None, number=0))
+        hidden = hidden.detach()
+        found: dict[str, bool] = {}
+        for index, layer in enumerate(self.layers):
+            others = [path for path, _ in tiled_modules(layer)]
+            gradients = functools.partial(self._layer_gradients, index, hidden, calls)
+            for path, unneeded in find_unneeded(layer, others, gradients).items():
+                found[path] = unneeded and found.get(path, True)
+            with torch.no_grad():
+                hidden = self._split.layer(index, hidden, calls)
+        return tuple(sorted(path for path, unneeded in found.items() if unneeded))
+
+    def _layer_gradients(
+        self, index: int, hidden: torch.Tensor, calls: Calls
+    ) -> list[torch.Tensor]:
+        """Return the gradients of a layer's input and parameters, for random ones of its outputs.
+
+        Every call draws the same numbers.
+        """
+        generator = torch.Generator().manual_seed(index)
+        source = hidden.detach().requires_grad_()
+        out, routing = self._split.routed_layer(index, source, calls)
+        outputs = [each for each in (out, *routing.logits) if each.requires_grad]
+        above = [torch.randn(each.shape, generator=generator) for each in outputs]
+        sources = [source, *(self._tensors[n] for n in self._used[1 + index] if n in self._tensors)]
+        grads = torch.autograd.grad(outputs, sources, above, allow_unused=True)
+        return [grad for grad in grads if grad is not None]
 
     def _differentiate(
         self,

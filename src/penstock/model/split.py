@@ -31,9 +31,15 @@ from penstock.model.embedding_noise import EmbeddingNoise
 from penstock.model.experts import Routing, noting_routing, tap_routers, use_experts_function
 from penstock.model.inventory import Inventory
 from penstock.model.layer_probe import Arguments, LayerProbes
-from penstock.model.mlp_tiles import draws_in_tiles, tile_mlps
+from penstock.model.mlp_tiles import (
+    differentiated_in_tiles,
+    draws_in_tiles,
+    set_training,
+    tile_mlps,
+)
 from penstock.model.parameter_adapters import replace_parametrizations
 from penstock.model.router_loss import RouterLoss, RouterSums, head_options
+from penstock.model.unneeded_outputs import skip_products
 from penstock.model.varlen_attention import DocumentSpans
 
 
@@ -96,7 +102,8 @@ class SplitModel:
 
     `mlp_tile` is the number of tokens that an MLP processes at a time; with `compiled`, layers run
     by compiled code where possible. With `deterministic`, every compilation gives that code the
-    same kernels. `noise_alpha` is the strength of the noise on embeddings; 0 for none.
+    same kernels. `noise_alpha` is the strength of the noise on embeddings; 0 for none. With
+    `recomputes`, layers can skip what backward does not need (`skipping_unneeded`).
     """
 
     def __init__(
@@ -108,6 +115,7 @@ class SplitModel:
         compiled: bool = False,
         deterministic: bool = True,
         noise_alpha: float = 0.0,
+        recomputes: bool = False,
     ) -> None:
         self.model, self.inventory = model, inventory
         register_document_attention()
@@ -134,7 +142,12 @@ class SplitModel:
             self.router_loss = None  # no layer has a router
         self.layer_kinds: list[Kind] = layer_kinds(self.layers)
         """The kind of each layer: equal for layers that run the same code."""
-        tile_mlps(self.layers, mlp_tile)
+        unneeded = [block.unneeded if recomputes else () for block in inventory.layers]
+        tile_mlps(self.layers, mlp_tile, unneeded)
+        # After the tiles, which have copies of the modules as they were.
+        for layer, paths in zip(self.layers, unneeded, strict=True):
+            in_tiles = differentiated_in_tiles(layer)
+            skip_products(m for m in _submodules(layer, paths) if m not in in_tiles)
         # Before weights are bound: compiled layers keep copies of the layers as they are now.
         self._compiled = (
             CompiledLayers(self.layers, deterministic=deterministic) if compiled else None
@@ -182,7 +195,7 @@ class SplitModel:
         """Set training mode in the model and in its layers, which were lifted out of it."""
         self.model.train(training)
         for layer in self.layers:
-            layer.train(training)
+            set_training(layer, training)
         if self._compiled is not None:
             self._compiled.train(training)
 
@@ -386,6 +399,12 @@ def _all_tokens(like: torch.Tensor) -> torch.Tensor:
     so. Some models would make a mask of floats, whose sums on a GPU torch calls irreproducible.
     """
     return torch.ones_like(like)
+
+
+def _submodules(layer: nn.Module, paths: Sequence[str]) -> list[nn.Module]:
+    """Return the modules of a layer at those of the paths that it has."""
+    found = dict(layer.named_modules())
+    return [found[path] for path in paths if path in found]
 
 
 def find_holders(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:

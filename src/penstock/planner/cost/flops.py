@@ -2,7 +2,7 @@
 
 A matrix product takes two floating-point operations per weight and token in forward, and as many
 for each of the two products of backward. Attention adds a quadratic part, halved because it is
-causal. A layer's backward first repeats its forward.
+causal. A layer's backward first repeats its forward, except for products that it does not need.
 """
 
 from __future__ import annotations
@@ -25,7 +25,12 @@ def operations(block: Block, context: int, verb: Verb) -> tuple[float, float]:
     if verb is Verb.FORWARD:
         return dense, attention
     back = dense * (1 + trained_share(block))
-    return dense + back, (1 + ATTENTION_BACKWARD) * attention
+    return recomputed(block) + back, (1 + ATTENTION_BACKWARD) * attention
+
+
+def recomputed(block: Block) -> float:
+    """Return the operations per token in products with weights that backward repeats."""
+    return 2.0 * (block.matmul_elements - block.unneeded_elements)
 
 
 def trained_share(block: Block) -> float:
