@@ -120,7 +120,7 @@ def _experts() -> Iterator[Cell]:
         olmoe | {"name": "olmoe-4x4096-60", "batch": 4, "hbm": "60GiB", "seconds": 70},
         olmoe | {"name": "olmoe-16x4096-60", "batch": 16, "micro_batch": 4, "hbm": "60GiB",
                  "seconds": 80},
-        least | {"name": "qwen3-12-least", "hbm": "12.4GiB", "seconds": 90},
+        least | {"name": "qwen3-12-least", "hbm": "12.7GiB", "seconds": 90},
         least | {"name": "qwen3-12-16", "hbm": "16GiB", "seconds": 90},
         oss | {"name": "gpt-oss-4x4096", "batch": 4, "seconds": 170},
         oss | {"name": "gpt-oss-64x4096", "batch": 64, "micro_batch": 4, "seconds": 200},

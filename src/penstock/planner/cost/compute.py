@@ -7,12 +7,22 @@ from penstock.plan.placement import Placement
 from penstock.plan.schedule import Operation, Verb
 from penstock.plan.traffic import planned_shapes
 from penstock.plan.workload import Workload
-from penstock.planner.cost.flops import layer_width, operations, share_of
+from penstock.planner.cost.flops import (
+    layer_width,
+    operations,
+    recomputed,
+    share_of,
+    trained_share,
+)
 from penstock.planner.cost.rates import Rates
 
 SEPARATE_OPERATIONS = 20
 """Bytes per weight that separate operations move between the codes and the weights of quantized
 tensors: 32-bit indices of two codes and fp32 values. A kernel moves none."""
+
+
+LOGIT_PASSES = 3
+"""Passes of the loss over the logits, without the products that read them."""
 
 
 class ComputeTime:
@@ -40,10 +50,25 @@ class ComputeTime:
         seconds = tokens * token_seconds(*args, operation.verb, self.rates)
         if operation.verb is Verb.BACKWARD:  # what is kept is not computed again
             kept, attended = self._saved_tokens(operation)
-            seconds -= kept * token_seconds(*args, Verb.FORWARD, self.rates)
+            seconds -= kept * recompute_seconds(*args, self.rates)
             _, attention = operations(block, self.workload.context, Verb.FORWARD)
             seconds -= attended * attention / self.rates.attention_flops
+        if operation.verb is Verb.LOSS:
+            seconds += self._loss_passes_seconds(block, operation)
         return seconds + (self._dequantize_seconds(block) if tokens else 0.0)
+
+    def _loss_passes_seconds(self, block: Block, operation: Operation) -> float:
+        """Return how long the loss turn takes for all but its products.
+
+        Every chunk of the loss has a gradient of the head, which is written, and read again to be
+        added to a sum in fp32. Logits are written, and read and overwritten by the loss.
+        """
+        numerics, tokens = self.workload.numerics, self.tokens[operation.round]
+        each = numerics.micro_batch * self.workload.context
+        chunks = self.micro_batches[operation.round] * -(-each // numerics.loss_chunk)
+        added = chunks * trained_share(block) * block.matmul_elements * (2 * self.rates.element + 8)
+        logits = tokens * self.inventory.vocabulary * self.rates.element * LOGIT_PASSES
+        return (added + logits) / self.rates.hbm
 
     def kept_passes(self, operation: Operation) -> int:
         """Return for how many micro-batches of its round an operation finds what was saved."""
@@ -76,6 +101,13 @@ def token_seconds(
     width = rates.element * layer_width(block, inventory.hidden)
     passed = width * rates.passes * share_of(verb)
     return dense / rates.block_flops + attention / rates.attention_flops + passed / rates.hbm
+
+
+def recompute_seconds(inventory: Inventory, block: Block, context: int, rates: Rates) -> float:
+    """Return how long backward takes per token to repeat what it needs of a layer's forward."""
+    skipped = 2.0 * block.matmul_elements - recomputed(block)
+    forward = token_seconds(inventory, block, context, Verb.FORWARD, rates)
+    return forward - skipped / rates.block_flops
 
 
 def sequences_by_round(workload: Workload, rounds: int) -> list[int]:
