@@ -31,10 +31,15 @@ NOISE = 4e-3
 
 def check_losses(call: dict[str, Any]) -> None:
     """Record for each arm whether its losses match the baseline's."""
-    by_name = {arm["arm"]: arm for arm in call["arms"]}
-    baseline = by_name.get("plain", {}).get("losses", [])
+    baseline = baseline_of(call).get("losses", [])
     for arm in call["arms"]:
         arm["parity"] = parity(arm.get("losses", []), baseline)
+
+
+def baseline_of(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return plain torch, or the first arm of a call without it."""
+    arms: Sequence[Mapping[str, Any]] = call["arms"]
+    return next((arm for arm in arms if arm["arm"] == "plain"), arms[0] if arms else {})
 
 
 def parity(losses: Sequence[float], baseline: Sequence[float]) -> str:
@@ -60,13 +65,13 @@ def print_arm(arm: Mapping[str, Any]) -> None:
 def markdown(results: Mapping[str, Any]) -> str:
     """Render a results file. Ratios are relative to the baseline of the same call."""
     lines = [
-        "| system | step, s | relative to plain torch in HBM | tokens/s | host peak, GiB | "
+        "| system | step, s | relative to the baseline | tokens/s | host peak, GiB | "
         "host bytes per parameter | GPU peak, GiB | written per step, GB | losses |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     seen: set[str] = set()
     for call in results["results"]["calls"]:
-        plain: Mapping[str, Any] = next((a for a in call["arms"] if a["arm"] == "plain"), {})
+        plain = baseline_of(call)
         for arm in call["arms"]:
             if arm["arm"] not in seen:
                 seen.add(arm["arm"])
@@ -75,7 +80,7 @@ def markdown(results: Mapping[str, Any]) -> str:
 
 
 def row(arm: Mapping[str, Any], baseline: float | None) -> str:
-    """Render the row of one arm. `baseline` is the seconds per step of plain torch."""
+    """Render the row of one arm. `baseline` is the seconds per step of the baseline."""
     name = NAMES[arm["arm"]]
     steady = arm.get("steady") or {}
     if not steady:

@@ -4,7 +4,7 @@
         --arms penstock deepspeed-zero3 fsdp2 --limit 570 --out bench/results
     python bench/peers/table.py --markdown bench/results/peers_3b-4x4096_nvidia-h200_2026-11-15.json
 
-The baseline (plain torch in HBM) runs first in every call. An arm that fails keeps its measurements
+The baseline (plain torch in HBM, or the arm of `--baseline`) runs first in every call. An arm that fails keeps its measurements
 until then, and the way it failed is its result. `--join FILE` adds arms to the file of an earlier
 call, for work that takes more than one call: each arm is compared with the baseline of its own
 call. Arms whose time limit does not fit into the rest of `--limit` are not started, and are listed
@@ -116,7 +116,7 @@ def run_table(args: argparse.Namespace) -> dict[str, Any]:
     """Run one call: the baseline, then the arms that fit into the time."""
     deadline = time.monotonic() + args.limit
     call: dict[str, Any] = {"arms": [], "not_started": []}
-    arms = [BASELINE, *(arm for arm in args.arms if arm != BASELINE)]
+    arms = [args.baseline, *(arm for arm in args.arms if arm != args.baseline)]
     build(arms, args.scratch, deadline - time.monotonic() - _SLACK)
     for arm in arms:
         default = DISK_ARM_SECONDS if arm in DISK_ARMS else ARM_SECONDS
@@ -172,6 +172,7 @@ def name_of(args: argparse.Namespace) -> str:
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--baseline", choices=ARMS, default=BASELINE, help="runs first")
     parser.add_argument("--limit", type=float, default=570, help="seconds for the whole call")
     parser.add_argument("--arm-seconds", type=float, help="time limit of each arm")
     parser.add_argument(

@@ -129,6 +129,18 @@ def arm_of(name: str, step: float, **more: Any) -> dict[str, Any]:
     return asdict(record) | {"host_peak_nbytes": 2 * 3085846528, "parity": "same"} | more
 
 
+def test_a_call_without_plain_torch_is_compared_with_its_first_arm() -> None:
+    call: dict[str, Any] = {"arms": [arm_of("plain-liger", 2.0), arm_of("penstock", 1.0)]}
+    call["arms"][0]["losses"], call["arms"][1]["losses"] = [7.0, 6.0, 5.0], [7.0, 6.0, 3.0]
+
+    render.check_losses(call)
+    text = render.markdown({"results": {"calls": [call]}})
+
+    assert call["arms"][0]["parity"] == "same"
+    assert call["arms"][1]["parity"] == "step 3: 3.0000, not 5.0000"
+    assert "| 0.50 |" in text
+
+
 def test_ratios_use_the_baseline_of_the_same_call() -> None:
     calls = [
         {"arms": [arm_of("plain", 1.0), arm_of("penstock", 1.1)]},
