@@ -4,11 +4,11 @@
         --arms penstock deepspeed-zero3 fsdp2 --limit 570 --out bench/results
     python bench/peers/table.py --markdown bench/results/peers_3b-4x4096_nvidia-h200_2026-11-15.json
 
-The baseline (plain torch in HBM, or the arm of `--baseline`) runs first in every call. An arm that fails keeps its measurements
-until then, and the way it failed is its result. `--join FILE` adds arms to the file of an earlier
-call, for work that takes more than one call: each arm is compared with the baseline of its own
-call. Arms whose time limit does not fit into the rest of `--limit` are not started, and are listed
-at the end.
+The baseline (plain torch in HBM, or the arm of `--baseline`) runs first in every call. An arm that
+fails keeps its measurements until then, and the way it failed is its result. `--join FILE` adds
+arms to the file of an earlier call, for work that takes more than one call: each arm is compared
+with the baseline of its own call. Arms whose time limit does not fit into the rest of `--limit` are
+not started, and are listed at the end.
 
 Time on an H200 with 3b at 4 x 4,096: plain, penstock and each DRAM arm take 60 to 100 s (mostly
 startup; DeepSpeed's kernels compile once, in 60 s), deepspeed-infinity 300 s for 3 steps, and
