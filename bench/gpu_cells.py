@@ -27,7 +27,19 @@ ALL_OF_IT = "130GiB"
 PREDICTED = ".predicted.json"
 """Suffix of the file next to a plan that contains its prediction."""
 
-PARTS = ("fast", "keep", "long", "disk", "curve", "moments", "32b", "moe", "peers", "memascend")
+PARTS = (
+    "fast",
+    "keep",
+    "large",
+    "long",
+    "disk",
+    "curve",
+    "moments",
+    "32b",
+    "moe",
+    "peers",
+    "memascend",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,6 +159,13 @@ def _fast_and_long() -> Iterator[Cell]:
                  "hbm": "80GiB", "dram": "38GiB", "seconds": 80},
         eight | {"name": "8b-4x4096", "context": 4096, "batch": 4, "hbm": "24GiB",
                  "dram": "100GiB", "seconds": 70},
+        # Large steps, as peers publish them. In 24 GiB, gradients of rounds or activations do not
+        # leave room for all states in DRAM.
+        eight | {"name": "8b-64x4096", "part": "large", "context": 4096, "batch": 64,
+                 "micro_batch": 4, "hbm": "130GiB", "dram": "105GiB", "steps": 3, "seconds": 130},
+        eight | {"name": "8b-64x4096-24", "part": "large", "context": 4096, "batch": 64,
+                 "micro_batch": 4, "hbm": "24GiB", "dram": "108GiB", "nvme": "12GiB", "steps": 3,
+                 "seconds": 160},
         eight | {"name": "8b-1x65536", "context": 65536, "batch": 1, "hbm": "60GiB",
                  "dram": "105GiB", "steps": 3, "seconds": 110},
         eight | {"name": "8b-1x131072", "context": 131072, "batch": 1, "hbm": "80GiB",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,13 +12,14 @@ import torch
 from penstock.engine.batches import split_batch
 from penstock.machine.presets import cpu_machine, preset
 from penstock.plan.budget import Budget, PathBudget
-from penstock.plan.schedule import Verb
+from penstock.plan.schedule import Operation, Verb
 from penstock.planner.candidate import BlockLocations, Candidate, Location
 from penstock.planner.cost import PHASES, Cost, Rates, phase_peaks
-from penstock.planner.cost.compute import sequences_by_round, token_seconds
+from penstock.planner.cost.compute import ComputeTime, sequences_by_round, token_seconds
 from penstock.planner.cost.flops import operations
 from penstock.planner.cost.jobs import ISSUING, LAUNCHING
 from penstock.planner.evaluator import PlanEvaluator
+from penstock.planner.initial_candidates import FillStrategy, fill
 from penstock.roles import TRAINED, Role
 from penstock.tiers import Tier
 from penstock.units import GiB, TiB
@@ -273,3 +275,40 @@ def test_two_ranks_store_half_each_and_share_the_host(location: Location) -> Non
     for resource in ("sweep@0", "disk@/mnt/nvme"):
         busy = [cost.busy.get(resource, 0.0) * cost.step_seconds for cost in costs]
         assert busy[1] == pytest.approx(busy[0], rel=0.02)
+
+
+def backward_seconds(tile: int, kept: int, **fields: Any) -> float:
+    """Return how long backward of a layer computes 16,384 tokens, with an MLP in tiles or not."""
+    model = llama("8b", 4096, 14336, 2, 4096, 1024, 32000, False)
+    blocks = tuple(replace(b, **fields) if b.kind == "layer" else b for b in model.blocks)
+    model = replace(model, blocks=blocks)
+    workload = work(model, 4096, 4)
+    workload = replace(workload, numerics=replace(workload.numerics, mlp_tile=tile))
+    rates = Rates.of(preset("h200"), compiled=True)
+    placed = PlanEvaluator(model, workload, preset("h200"), Budget(hbm=60 * GiB, dram=60 * GiB))
+    candidate = fill(placed, FillStrategy())
+    assert candidate is not None
+    placement = placed.placement(candidate)
+    layer = replace(placement.blocks[1], kept=kept)
+    placement = replace(placement, blocks=(placement.blocks[0], layer, *placement.blocks[2:]))
+    time = ComputeTime(model, workload, placement, rates)
+    return time.seconds(Operation(Verb.BACKWARD, 1, (), "backward")) * rates.block_flops / 16384
+
+
+def test_backward_repeats_tiles_of_an_mlp_and_not_what_no_gradient_needs() -> None:
+    """In operations per token; the MLP has three matrices."""
+    matrix = 2 * 4096 * 14336
+    skips = {"unneeded": ("mlp", "mlp.down_proj")}
+    whole, tiles = 1 << 20, 4096
+
+    all_products = backward_seconds(whole, 0)
+
+    assert all_products - backward_seconds(whole, 0, **skips) == pytest.approx(matrix)
+    assert backward_seconds(tiles, 0) - all_products == pytest.approx(2 * matrix)
+    # Recomputation skips three matrices, and backward repeats two of them tile by tile.
+    assert all_products - backward_seconds(tiles, 0, **skips) == pytest.approx(matrix)
+    # Of a kept layer, too.
+    kept = backward_seconds(whole, 1)
+    assert backward_seconds(whole, 1, **skips) == pytest.approx(kept)
+    assert backward_seconds(tiles, 1, **skips) - kept == pytest.approx(2 * matrix)
+    assert backward_seconds(tiles, 1) - kept == pytest.approx(2 * matrix)

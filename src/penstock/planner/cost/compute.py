@@ -11,7 +11,9 @@ from penstock.planner.cost.flops import (
     layer_width,
     operations,
     recomputed,
+    repeated_in_tiles,
     share_of,
+    skips_tiles,
     trained_share,
 )
 from penstock.planner.cost.rates import Rates
@@ -39,6 +41,8 @@ class ComputeTime:
         """Number of tokens of each round."""
         self.micro_batches = [-(-n // workload.numerics.micro_batch) for n in sequences]
         """Number of micro-batches of each round."""
+        numerics = workload.numerics
+        self._tiled = numerics.micro_batch * workload.context > numerics.mlp_tile
 
     def seconds(self, operation: Operation) -> float:
         """Return how long an operation computes, for all micro-batches of its round."""
@@ -50,12 +54,25 @@ class ComputeTime:
         seconds = tokens * token_seconds(*args, operation.verb, self.rates)
         if operation.verb is Verb.BACKWARD:  # what is kept is not computed again
             kept, attended = self._saved_tokens(operation)
-            seconds -= kept * recompute_seconds(*args, self.rates)
+            again, tiles = self._repeated_seconds(block)
+            seconds += tokens * (tiles - again)
+            seconds -= kept * (recompute_seconds(*args, self.rates) - again)
             _, attention = operations(block, self.workload.context, Verb.FORWARD)
             seconds -= attended * attention / self.rates.attention_flops
         if operation.verb is Verb.LOSS:
             seconds += self._loss_passes_seconds(block, operation)
         return seconds + (self._dequantize_seconds(block) if tokens else 0.0)
+
+    def _repeated_seconds(self, block: Block) -> tuple[float, float]:
+        """Return the seconds per token of products of an MLP that runs in tiles.
+
+        They are those that a recomputed layer skips in addition, and those that backward repeats
+        tile by tile.
+        """
+        if not self._tiled:
+            return 0.0, 0.0
+        tiles = repeated_in_tiles(block, self.inventory.hidden) / self.rates.block_flops
+        return (tiles if skips_tiles(block) else 0.0), tiles
 
     def _loss_passes_seconds(self, block: Block, operation: Operation) -> float:
         """Return how long the loss turn takes for all but its products.

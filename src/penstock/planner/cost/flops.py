@@ -33,6 +33,26 @@ def recomputed(block: Block) -> float:
     return 2.0 * (block.matmul_elements - block.unneeded_elements)
 
 
+def repeated_in_tiles(block: Block, hidden: int) -> float:
+    """Return the operations per token in products that backward repeats tile by tile.
+
+    It does so whether the layer was kept or not. The last product is not needed there either, but
+    for experts: it is part of the gradient of the router's weights.
+    """
+    attention = hidden * (2 * block.query_width + block.key_value_width)
+    mlp = max(0, block.matmul_elements - attention)
+    return 2.0 * mlp * (1 if block.active_experts else GATED)
+
+
+GATED = 2 / 3
+"""Share of the weights of a gated MLP that are not those of its last product."""
+
+
+def skips_tiles(block: Block) -> bool:
+    """Return whether a recomputed layer skips an MLP that runs in tiles."""
+    return "mlp" in block.unneeded and not block.active_experts
+
+
 def trained_share(block: Block) -> float:
     """Return the share of a block's matrices whose gradient backward computes.
 
