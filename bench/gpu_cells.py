@@ -32,6 +32,7 @@ PARTS = (
     "keep",
     "large",
     "long",
+    "longest",
     "disk",
     "curve",
     "moments",
@@ -172,6 +173,13 @@ def _fast_and_long() -> Iterator[Cell]:
                  "dram": "105GiB", "moments": "bf16", "steps": 2, "seconds": 170},
         eight | {"name": "8b-1x262144", "context": 262144, "batch": 1, "hbm": "130GiB",
                  "dram": "105GiB", "moments": "bf16", "steps": 1, "seconds": 340},
+        # The longest context. A whole step takes longer than one call of ten minutes.
+        eight | {"name": "8b-8-1x524288", "part": "longest", "shape": "8b-8", "context": 524288,
+                 "batch": 1, "hbm": "134GiB", "dram": "105GiB", "moments": "bf16", "steps": 2,
+                 "seconds": 450},
+        eight | {"name": "8b-1x524288", "part": "longest", "context": 524288, "batch": 1,
+                 "hbm": "134GiB", "dram": "108GiB", "nvme": "40GiB", "moments": "bf16", "steps": 1,
+                 "seconds": 900},
     ]  # fmt: skip
     for fields in rows:
         yield Cell(**fields)

@@ -16,6 +16,7 @@ Seconds on an H200 machine, and the number of calls of under ten minutes:
 | keep      | 3b at 4 and 16 x 4,096 in 24 and 80 GiB: kept layers     | 280     | 1     |
 | large     | 8b at 64 x 4,096 in 130 and in 24 GiB                   | 290     | 1     |
 | long      | 8b at 4 x 4,096, 65,536, 131,072, 262,144               | 640     | 2     |
+| longest   | 8b at 524,288: two steps of 8 layers, one of 32         | 1,350   | 2     |
 | disk      | 3b in 16 GiB of DRAM and a disk                         | 80      | 1     |
 | curve     | 3b, DRAM 8 to 44 GiB; equal plans once                  | 260     | 1     |
 | moments   | 3b with fp32, bf16, int8 moments; three loss curves     | 160     | 1     |

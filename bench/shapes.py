@@ -13,11 +13,12 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "1b": (128256, 2048, 8192, 16, 32, 8, True),
     "3b": (151936, 2048, 11008, 36, 16, 2, True),
     "8b": (128256, 4096, 14336, 32, 32, 8, False),
+    "8b-8": (128256, 4096, 14336, 8, 32, 8, False),
     "32b": (152064, 5120, 27648, 64, 40, 8, False),
     "70b": (128256, 8192, 28672, 80, 64, 8, False),
 }
 """Llama models with the sizes of Llama-3.2-1B, Qwen2.5-3B (3.086 B parameters), Llama-3.1-8B,
-Qwen2.5-32B and Llama-3.1-70B, and three smaller ones for rehearsals and quick measurements."""
+8 of its 32 layers, Qwen2.5-32B and Llama-3.1-70B, and three smaller ones for rehearsals and quick measurements."""
 
 
 _OLMOE_TINY = {
