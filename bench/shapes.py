@@ -17,8 +17,9 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "32b": (152064, 5120, 27648, 64, 40, 8, False),
     "70b": (128256, 8192, 28672, 80, 64, 8, False),
 }
-"""Llama models with the sizes of Llama-3.2-1B, Qwen2.5-3B (3.086 B parameters), Llama-3.1-8B,
-8 of its 32 layers, Qwen2.5-32B and Llama-3.1-70B, and three smaller ones for rehearsals and quick measurements."""
+"""Llama models with the sizes of Llama-3.2-1B, Qwen2.5-3B (3.086 B parameters), Llama-3.1-8B, 8 of
+its 32 layers, Qwen2.5-32B and Llama-3.1-70B, and three smaller ones for rehearsals and quick
+measurements."""
 
 
 _OLMOE_TINY = {
