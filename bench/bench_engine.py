@@ -137,7 +137,43 @@ def summarize_timeline(events: list[Event]) -> dict[str, Any]:
     print("busy", lanes, flush=True)
     print("by verb", by_verb, flush=True)
     print("GPU idle", round(sum(end - start for start, end, _ in gaps), 4), waits, flush=True)
-    return {"busy": lanes, "by_verb": by_verb, "waits": waits}
+    disk = summarize_disk(events)
+    print("disk", disk, flush=True)
+    return {"busy": lanes, "by_verb": by_verb, "waits": waits, "disk": disk}
+
+
+def summarize_disk(events: list[Event]) -> dict[str, float]:
+    """Return how long the disk had something to read or write, and how many bytes it moved.
+
+    The lanes `read` and `write` overlap, so neither of them says how long the disk was idle.
+    """
+    by_way: dict[str, list[tuple[float, float]]] = {"read": [], "written": []}
+    moved = {"read": 0, "written": 0}
+    for event in events:
+        for transfer in event.transfers:
+            if "disk" in (transfer.source, transfer.target):
+                way = "read" if transfer.source == "disk" else "written"
+                by_way[way].append((event.start, event.end))
+                moved[way] += transfer.nbytes
+    reads, writes, either = (
+        covered_seconds(spans)
+        for spans in (by_way["read"], by_way["written"], by_way["read"] + by_way["written"])
+    )
+    total = moved["read"] + moved["written"]
+    return {
+        "read_nbytes": moved["read"], "written_nbytes": moved["written"],
+        "busy_seconds": round(either, 4), "both_ways_seconds": round(reads + writes - either, 4),
+        "bytes_per_busy_second": round(total / either) if either else 0,
+    }  # fmt: skip
+
+
+def covered_seconds(spans: list[tuple[float, float]]) -> float:
+    """Return the length of the union of intervals."""
+    total, reached = 0.0, 0.0
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
 
 
 def measure_plain(config: Any, args: argparse.Namespace) -> dict[str, Any]:
