@@ -79,7 +79,8 @@ def test_a_group_ended_when_the_last_of_its_transfers_did() -> None:
     mixed.wait()
 
     assert group.finished_at == 5.0
-    assert mixed.finished_at is not None and mixed.finished_at >= first.at, "not all of them know"
+    assert mixed.finished_at is not None
+    assert mixed.finished_at >= first.at, "not all of them know"
 
 
 class Timed(Finished[None]):

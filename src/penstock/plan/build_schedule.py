@@ -350,7 +350,9 @@ class _ScheduleBuilder:
         ]
         count, swept = self.index.pieces[block], []
         for piece in range(count):
-            for other, part in parts[len(parts) * piece // count : len(parts) * (piece + 1) // count]:
+            for other, part in parts[
+                len(parts) * piece // count : len(parts) * (piece + 1) // count
+            ]:
                 self.swept[other] = (*self.swept.get(other, ()), self.sweep_part(other, part))
             swept.append(self.sweep_piece(block, piece, staged))
         return tuple(swept)
