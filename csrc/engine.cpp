@@ -84,8 +84,12 @@ bool Queue::closing() const {
 Op Queue::next_op() const {
   if (writes_.waiting.empty()) return Op::read;
   if (reads_.waiting.empty()) return Op::write;
-  if (reads_.taken != writes_.taken) return reads_.taken < writes_.taken ? Op::read : Op::write;
-  return last_taken_ == Op::read ? Op::write : Op::read;
+  // Stay with one direction until it is a little ahead: the kernel merges adjacent requests only if
+  // they are submitted one after the other.
+  const bool reading = last_taken_ == Op::read;
+  const std::size_t own = reading ? reads_.taken : writes_.taken;
+  const std::size_t other = reading ? writes_.taken : reads_.taken;
+  return (own < other + kLead) == reading ? Op::read : Op::write;
 }
 
 void Queue::take_front(Slot& slot) {

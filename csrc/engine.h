@@ -53,9 +53,9 @@ struct Hanging {
 };
 
 // Requests that wait for a worker, and requests in the kernel. Requests of one direction are taken
-// in order. While both directions wait, workers take as many of one as of the other: a drive is
-// faster in both directions together than in either, and one transfer alone can fill all slots. If
-// a device hangs, the queue outlives the engine: the stuck thread keeps it alive.
+// in order. While both directions wait, workers take about as many of one as of the other: a drive
+// is faster in both directions together than in either, and one transfer alone can fill all slots.
+// If a device hangs, the queue outlives the engine: the stuck thread keeps it alive.
 class Queue {
  public:
   struct Slot {  // holds one request from when a worker takes it until it is done
@@ -97,6 +97,8 @@ class Queue {
     std::deque<Request> waiting;
     std::size_t taken = 0;
   };
+
+  static constexpr std::size_t kLead = 2;  // requests by which one direction may be ahead
 
   Direction& direction(Op op) { return op == Op::read ? reads_ : writes_; }
   bool anything_waits() const { return !reads_.waiting.empty() || !writes_.waiting.empty(); }

@@ -322,30 +322,30 @@ TEST_CASE("io_uring: a kernel without rings raises an error and leaves no thread
   CHECK_THROWS_AS(make_ring_engine(options_of(), refuse), std::system_error);
 }
 
-TEST_CASE("workers take as many reads as writes while both wait, each in order") {
-  Queue queue{options_of(), /*slots=*/8};
+TEST_CASE("workers take about as many reads as writes while both wait, each in order") {
+  Queue queue{options_of(), /*slots=*/16};
   std::vector<std::byte> buffer(kDiskBytes);
+  std::size_t slot = 0;
   const auto start = [&](Op op, std::size_t offset, std::size_t bytes) {
     const Piece piece{0, offset, buffer.data() + offset, bytes, offset};
     return queue.start(op, {&piece, 1}, nullptr);
   };
-  const auto taken = [&](std::size_t slot) {
-    CHECK(queue.try_take(queue.slot(slot)));
-    const Request& request = queue.slot(slot).request;
-    return std::pair{request.transfer->op, request.piece.offset / (2 * kBlock)};
+  // Takes requests and checks that they are the next ones of a direction.
+  const auto takes = [&](std::size_t count, Op op, std::size_t first) {
+    for (std::size_t i = 0; i < count; ++i, ++slot) {
+      CHECK(queue.try_take(queue.slot(slot)));
+      const Request& request = queue.slot(slot).request;
+      CHECK(request.transfer->op == op && request.piece.offset == (first + i) * 2 * kBlock);
+    }
   };
-  start(Op::read, 0, 16 * kBlock);  // eight requests, enough for all slots
-  CHECK(taken(0) == std::pair(Op::read, std::size_t{0}));
-  CHECK(taken(1) == std::pair(Op::read, std::size_t{1}));
-  CHECK(taken(2) == std::pair(Op::read, std::size_t{2}));
-  start(Op::write, 32 * kBlock, 8 * kBlock);
-  // Writes catch up with the three reads, and then the directions take turns.
-  for (std::size_t i = 0; i < 3; ++i) CHECK(taken(3 + i) == std::pair(Op::write, 16 + i));
-  CHECK(taken(6) == std::pair(Op::read, std::size_t{3}));
-  CHECK(taken(7) == std::pair(Op::write, std::size_t{19}));
-  queue.drop(queue.slot(0), ECANCELED);
-  CHECK(queue.taken() == 7);
-  CHECK(taken(0) == std::pair(Op::read, std::size_t{4}));
-  for (std::size_t i = 0; i < 8; ++i) queue.drop(queue.slot(i), ECANCELED);
+  start(Op::read, 0, 32 * kBlock);  // 16 requests, enough for all slots
+  takes(3, Op::read, 0);
+  start(Op::write, 32 * kBlock, 32 * kBlock);
+  // Writes catch up, and then the directions take turns, four requests at a time.
+  takes(5, Op::write, 16);
+  takes(4, Op::read, 3);
+  takes(4, Op::write, 21);
+  CHECK(queue.taken() == 16);
+  for (std::size_t i = 0; i < 16; ++i) queue.drop(queue.slot(i), ECANCELED);
   CHECK(queue.taken() == 0);
 }
