@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +31,19 @@ from bench.shapes import ALL_SHAPES, config_of
 from penstock.engine.prepare import prepare
 from penstock.engine.step_records import Event, busy, idle
 from penstock.machine.presets import preset
+from penstock.model.inventory import Inventory
 from penstock.model.meta_model import weight_dtype
+from penstock.plan.budget import with_paths
 from penstock.plan.plan import Plan
-from penstock.units import format_bytes
+from penstock.planner.cost import Rates, estimate
+from penstock.planner.cost.rates import DiskRates
+from penstock.storage.benchmark import StorageBench
+from penstock.storage.store import Store
+from penstock.tiers import Tier
+from penstock.units import GiB, format_bytes
+
+DISK_NBYTES = 2 * GiB
+"""Size of the store with which the disk alone is measured."""
 
 
 def arguments() -> argparse.Namespace:
@@ -102,9 +114,12 @@ def measure_engine(config: Any, args: argparse.Namespace) -> dict[str, Any]:
         engine.finish()
         hbm, tiers, process = device_peak(), engine.tiers(), engine.host_memory()
         in_memory = engine.resident_nbytes()
+        plan, inventory = engine.plan, engine.inventory
         engine.close()
         del engine
     forget_device_peak()
+    on_disk = len(plan.budget.nvme) == 1 and plan.at_rest(Tier.NVME) > 0
+    disk = measure_disk(plan, inventory, args) if on_disk else None
     print(f"host peak {format_bytes(host.nbytes)}, HBM allocated / reserved "
           f"{format_bytes(hbm[0])} / {format_bytes(hbm[1])}", flush=True)  # fmt: skip
     return {
@@ -112,7 +127,34 @@ def measure_engine(config: Any, args: argparse.Namespace) -> dict[str, Any]:
         "timeline": timeline, "host_peak_nbytes": host.nbytes,
         "host": process, "arenas_in_memory": in_memory,
         "hbm_allocated": hbm[0], "hbm_reserved": hbm[1], "predicted": predicted(args.plan),
+        "disk": disk,
     }  # fmt: skip
+
+
+def measure_disk(plan: Plan, inventory: Inventory, args: argparse.Namespace) -> dict[str, float]:
+    """Measure the disk, and predict the step with its rates instead of those of the machine file.
+
+    Disks of lent machines differ from day to day, so a step is compared with the disk of its own
+    run. `mixed` counts the bytes of both directions.
+    """
+    path = plan.budget.nvme[0].path
+    nbytes = min(DISK_NBYTES, plan.budget.nvme[0].nbytes)
+    with Store.create(path, nbytes) as store:
+        bench = StorageBench(store, nbytes)
+        bench.run("write")  # also allocates the file system's metadata
+        rates = {pattern: bench.run(pattern) for pattern in ("write", "read")}
+        rates["mixed"] = statistics.mean(bench.run("mixed") for _ in range(2))
+    result = {pattern: round(rate) for pattern, rate in rates.items()}
+    if args.machine:
+        machine, _ = with_paths(preset(args.machine), plan.budget)
+        work = plan.workload
+        known = Rates.of(machine, work.moments, dtype=work.dtype, compiled=work.numerics.compiled)
+        measured = DiskRates(read=rates["read"], write=rates["write"], both=rates["mixed"])
+        known = replace(known, disks={path: measured})
+        cost = estimate(inventory, work, plan.placement, known)
+        result["predicted_step_seconds"] = cost.step_seconds
+    print("disk alone, bytes per second", result, flush=True)
+    return result
 
 
 def predicted(plan: Path | None) -> Any:
@@ -137,7 +179,43 @@ def summarize_timeline(events: list[Event]) -> dict[str, Any]:
     print("busy", lanes, flush=True)
     print("by verb", by_verb, flush=True)
     print("GPU idle", round(sum(end - start for start, end, _ in gaps), 4), waits, flush=True)
-    return {"busy": lanes, "by_verb": by_verb, "waits": waits}
+    disk = summarize_disk(events)
+    print("disk", disk, flush=True)
+    return {"busy": lanes, "by_verb": by_verb, "waits": waits, "disk": disk}
+
+
+def summarize_disk(events: list[Event]) -> dict[str, float]:
+    """Return how long the disk had something to read or write, and how many bytes it moved.
+
+    The lanes `read` and `write` overlap, so neither of them says how long the disk was idle.
+    """
+    by_way: dict[str, list[tuple[float, float]]] = {"read": [], "written": []}
+    moved = {"read": 0, "written": 0}
+    for event in events:
+        for transfer in event.transfers:
+            if "disk" in (transfer.source, transfer.target):
+                way = "read" if transfer.source == "disk" else "written"
+                by_way[way].append((event.start, event.end))
+                moved[way] += transfer.nbytes
+    reads, writes, either = (
+        covered_seconds(spans)
+        for spans in (by_way["read"], by_way["written"], by_way["read"] + by_way["written"])
+    )
+    total = moved["read"] + moved["written"]
+    return {
+        "read_nbytes": moved["read"], "written_nbytes": moved["written"],
+        "busy_seconds": round(either, 4), "both_ways_seconds": round(reads + writes - either, 4),
+        "bytes_per_busy_second": round(total / either) if either else 0,
+    }  # fmt: skip
+
+
+def covered_seconds(spans: list[tuple[float, float]]) -> float:
+    """Return the length of the union of intervals."""
+    total, reached = 0.0, 0.0
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
 
 
 def measure_plain(config: Any, args: argparse.Namespace) -> dict[str, Any]:

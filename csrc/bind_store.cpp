@@ -88,6 +88,12 @@ void bind_engine(nb::module_& m) {
 
   nb::class_<Transfer>(m, "Transfer")
       .def_prop_ro("done", &Transfer::done)
+      // Seconds on the clock of Python's time.perf_counter: both are the monotonic clock.
+      .def_prop_ro("ended",
+                   [](const Transfer& transfer) {
+                     const auto since = transfer.ended().time_since_epoch();
+                     return std::chrono::duration<double>{since}.count();
+                   })
       .def_prop_ro("failure", &failure_of);
 
   nb::class_<Engine>(m, "StoreEngine")

@@ -32,7 +32,8 @@ std::shared_ptr<Transfer> Queue::start(Op op, std::span<const Piece> pieces,
   std::vector<Request> requests = cut(transfer, pieces, options.request_bytes);
   const std::lock_guard hold{state_};
   if (closing_) throw EngineClosed{};
-  for (Request& request : requests) waiting_.push_back(std::move(request));
+  auto& waiting = direction(op).waiting;
+  for (Request& request : requests) waiting.push_back(std::move(request));
   if (broken_ != 0) drop_waiting(broken_);
   requests.size() == 1 ? work_.notify_one() : work_.notify_all();
   return transfer;
@@ -54,7 +55,8 @@ std::vector<Hanging> Queue::close(double seconds) {
   drop_waiting(ECANCELED);
   work_.notify_all();
   stop_pause_.notify_all();
-  settled_.wait_until(hold, deadline_in(seconds), [&] { return taken_ == 0; });
+  settled_.wait_until(hold, deadline_in(seconds),
+                      [&] { return reads_.taken + writes_.taken == 0; });
   std::vector<Hanging> hanging;
   for (const Slot& slot : slots_) {
     if (!slot.busy || !slot.with_kernel) continue;
@@ -71,7 +73,7 @@ Counters Queue::counters() const {
 
 std::size_t Queue::taken() const {
   const std::lock_guard hold{state_};
-  return taken_;
+  return reads_.taken + writes_.taken;
 }
 
 bool Queue::closing() const {
@@ -79,24 +81,37 @@ bool Queue::closing() const {
   return closing_;
 }
 
+Op Queue::next_op() const {
+  if (writes_.waiting.empty()) return Op::read;
+  if (reads_.waiting.empty()) return Op::write;
+  // Stay with one direction until it is a little ahead: the kernel merges adjacent requests only if
+  // they are submitted one after the other.
+  const bool reading = last_taken_ == Op::read;
+  const std::size_t own = reading ? reads_.taken : writes_.taken;
+  const std::size_t other = reading ? writes_.taken : reads_.taken;
+  return (own < other + kLead) == reading ? Op::read : Op::write;
+}
+
 void Queue::take_front(Slot& slot) {
-  slot.request = std::move(waiting_.front());
-  waiting_.pop_front();
+  last_taken_ = next_op();
+  Direction& from = direction(last_taken_);
+  slot.request = std::move(from.waiting.front());
+  from.waiting.pop_front();
   slot.busy = true;
-  ++taken_;
+  ++from.taken;
 }
 
 bool Queue::take(Slot& slot) {
   std::unique_lock hold{state_};
-  work_.wait(hold, [&] { return closing_ || !waiting_.empty(); });
-  if (waiting_.empty()) return false;
+  work_.wait(hold, [&] { return closing_ || anything_waits(); });
+  if (!anything_waits()) return false;
   take_front(slot);
   return true;
 }
 
 bool Queue::try_take(Slot& slot) {
   const std::lock_guard hold{state_};
-  if (waiting_.empty()) return false;
+  if (!anything_waits()) return false;
   take_front(slot);
   return true;
 }
@@ -148,7 +163,7 @@ void Queue::release(Slot& slot, bool failed) {
   Request request = std::exchange(slot.request, {});
   slot.busy = false;
   slot.with_kernel = false;
-  --taken_;
+  --direction(request.transfer->op).taken;
   ++counters_.requests;
   if (!failed) {
     failing_since_.reset();
@@ -157,16 +172,18 @@ void Queue::release(Slot& slot, bool failed) {
   }
   // Notify under the lock, so that a waiter cannot check its condition between the count and the
   // notification.
-  if (request.transfer->finish_one() || taken_ == 0) settled_.notify_all();
+  if (request.transfer->finish_one() || reads_.taken + writes_.taken == 0) settled_.notify_all();
 }
 
 void Queue::drop_waiting(int error) {
-  for (Request& request : waiting_) {
-    const Piece& piece = request.piece;
-    request.transfer->fail({error, piece.file, piece.offset, piece.place, piece.bytes});
-    request.transfer->finish_one();
+  for (Direction* each : {&reads_, &writes_}) {
+    for (Request& request : each->waiting) {
+      const Piece& piece = request.piece;
+      request.transfer->fail({error, piece.file, piece.offset, piece.place, piece.bytes});
+      request.transfer->finish_one();
+    }
+    each->waiting.clear();
   }
-  waiting_.clear();
   settled_.notify_all();
 }
 

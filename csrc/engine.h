@@ -52,8 +52,10 @@ struct Hanging {
   std::size_t bytes;
 };
 
-// Requests that wait for a worker, and requests in the kernel. If a device hangs, the queue
-// outlives the engine: the stuck thread keeps it alive.
+// Requests that wait for a worker, and requests in the kernel. Requests of one direction are taken
+// in order. While both directions wait, workers take about as many of one as of the other: a drive
+// is faster in both directions together than in either, and one transfer alone can fill all slots.
+// If a device hangs, the queue outlives the engine: the stuck thread keeps it alive.
 class Queue {
  public:
   struct Slot {  // holds one request from when a worker takes it until it is done
@@ -90,6 +92,17 @@ class Queue {
   void broken(Slot& slot, int error);
 
  private:
+  // The requests of one direction: those that wait for a worker, and how many workers have.
+  struct Direction {
+    std::deque<Request> waiting;
+    std::size_t taken = 0;
+  };
+
+  static constexpr std::size_t kLead = 2;  // requests by which one direction may be ahead
+
+  Direction& direction(Op op) { return op == Op::read ? reads_ : writes_; }
+  bool anything_waits() const { return !reads_.waiting.empty() || !writes_.waiting.empty(); }
+  Op next_op() const;           // state_ held; something waits
   void take_front(Slot& slot);  // state_ held
   void release(Slot& slot, bool failed);
   void wait_out_error(unsigned tries);  // pauses before a request that failed is issued again
@@ -98,9 +111,10 @@ class Queue {
   mutable std::mutex state_;         // guards the fields below
   std::condition_variable work_;     // a request waits, or the queue is closing
   std::condition_variable settled_;  // a transfer is done, or no worker has a request
-  std::deque<Request> waiting_;
+  Direction reads_;
+  Direction writes_;
+  Op last_taken_ = Op::write;
   std::vector<Slot> slots_;
-  std::size_t taken_ = 0;
   bool closing_ = false;
   int broken_ = 0;
   // Time of the first media error since a request last succeeded.

@@ -72,10 +72,17 @@ class Transfer {
   // Returns the first failure, or error 0. Final only when the transfer is done.
   Failure failure() const;
   void fail(const Failure& failure);
-  // Returns true for the call that finishes the transfer.
-  bool finish_one() noexcept { return left_.fetch_sub(1, std::memory_order_acq_rel) == 1; }
+  // Returns true for the call that finishes the transfer. One call at a time.
+  bool finish_one() noexcept {
+    ended_ = Clock::now();
+    return left_.fetch_sub(1, std::memory_order_acq_rel) == 1;
+  }
+  // When the last request got its final answer. Valid once the transfer is done.
+  using Clock = std::chrono::steady_clock;
+  Clock::time_point ended() const noexcept { return ended_; }
 
  private:
+  Clock::time_point ended_{};  // written before left_
   std::atomic<std::size_t> left_;
   mutable std::mutex state_;  // guards failure_
   Failure failure_;

@@ -69,6 +69,28 @@ def test_settling_a_group_ignores_failures() -> None:
     assert group.done()
 
 
+def test_a_group_ended_when_the_last_of_its_transfers_did() -> None:
+    """Nobody may look at a write of the last pieces before the step ends."""
+    first, second = Finished(None), Finished(None)
+    transfers = [Timed(3.0), Timed(5.0), Timed(4.0)]
+    group, mixed = TicketGroup(transfers), TicketGroup([*transfers, first, second])
+
+    group.wait()
+    mixed.wait()
+
+    assert group.finished_at == 5.0
+    assert mixed.finished_at is not None
+    assert mixed.finished_at >= first.at, "not all of them know"
+
+
+class Timed(Finished[None]):
+    """Work that knows when it ended."""
+
+    def __init__(self, finished_at: float) -> None:
+        super().__init__(None)
+        self.finished_at = finished_at
+
+
 def test_a_group_notes_when_it_was_first_seen_to_succeed() -> None:
     group = TicketGroup([Finished(None)])
     assert group.finished_at is None

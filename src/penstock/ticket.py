@@ -64,9 +64,10 @@ class TicketGroup:
     def __init__(self, tickets: Sequence[Ticket[object]]) -> None:
         self._tickets = tuple(tickets)
         self.finished_at: float | None = None
-        """When `wait` first saw that all had succeeded, by `time.perf_counter`; None until then.
+        """When the work ended, by `time.perf_counter`; None until `wait` has seen it succeed.
 
-        The work may have ended earlier, but never after its user continued.
+        If not all of the tickets know when their work ended, it is the time at which `wait` saw
+        it. The work may have ended earlier then, but never after its user continued.
         """
 
     def done(self) -> bool:
@@ -78,7 +79,9 @@ class TicketGroup:
         for ticket in self._tickets:
             ticket.wait()
         if self.finished_at is None:
-            self.finished_at = time.perf_counter()
+            ends = [getattr(ticket, "finished_at", None) for ticket in self._tickets]
+            known = [end for end in ends if end is not None]
+            self.finished_at = max(known) if known and known == ends else time.perf_counter()
 
     def settle(self) -> None:
         for ticket in self._tickets:

@@ -65,13 +65,14 @@ def loss_of(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def train_streamed(
-    config: Any, dtype: str, clip: float | None, places: str, disk: Path | None = None,
-    device: str = "cpu", gpu_swept: Sequence[int] = (),
+    config: Any, dtype: str, clip: float | None, places: str | Sequence[str],
+    disk: Path | None = None, device: str = "cpu", gpu_swept: Sequence[int] = (),
+    interleaved: bool = False,
 ) -> tuple[Any, float]:  # fmt: skip
     job = replace(work(dtype, clip), caller_loss=CallerLoss(nbytes=1 << 20))
     plan = make_plan_of(
         inventory(config), job, places, disk=disk, piece=1 << 12, gpu_piece=1 << 12,
-        gpu_swept=gpu_swept,
+        gpu_swept=gpu_swept, interleaved=interleaved,
     )  # fmt: skip
     source = plain_model(config, torch.float32 if dtype == "fp32" else torch.bfloat16)
     model, optimizer = ps.stream(
@@ -130,6 +131,17 @@ def test_sweeps_of_states_that_pass_through_the_device_give_the_same_bits(tied: 
     config = tiny_config("llama", tie_word_embeddings=tied)
     expected, norm = train_streamed(config, "bf16", 0.5, "dddd")
     found, found_norm = train_streamed(config, "bf16", 0.5, "dddd", gpu_swept=(0, 2, 4))
+    assert found_norm == norm
+    assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_sweeps_between_pieces_from_disk_give_the_same_bits(tied: bool, tmp_path: Path) -> None:
+    """The embedding and the second layer are on disk; what follows them is swept between."""
+    config = tiny_config("llama", tie_word_embeddings=tied)
+    expected, norm = train_streamed(config, "bf16", 0.5, "dddd")
+    places = ["dndd", "dddd", "dndd", "dddd", "dddd"]
+    found, found_norm = train_streamed(config, "bf16", 0.5, places, tmp_path, interleaved=True)
     assert found_norm == norm
     assert_equal(found, expected)
 

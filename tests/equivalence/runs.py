@@ -106,7 +106,10 @@ WAYS = (
     Way("two rounds", ("dddd", "hhhh"), {"rounds": 2}),
     Way("three rounds on disk, far ahead", ("nnnn", "ddnn"),
         {"rounds": 3, "slots": 4, "ahead": 2, "piece": 8192}, {"workers": 4}),
+    Way("states on disk, other sweeps between their pieces", ("dndd", "dddd", "dddh"),
+        {"piece": 4096, "interleaved": True}, threads=2),
 )  # fmt: skip
+INTERLEAVED = WAYS[9]
 FEW = (RESIDENT, WAYS[3], WAYS[8])
 """A selection for slow tests: nothing streamed, a mix, and everything streamed."""
 

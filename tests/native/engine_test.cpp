@@ -321,3 +321,31 @@ TEST_CASE("io_uring: a kernel without rings raises an error and leaves no thread
   };
   CHECK_THROWS_AS(make_ring_engine(options_of(), refuse), std::system_error);
 }
+
+TEST_CASE("workers take about as many reads as writes while both wait, each in order") {
+  Queue queue{options_of(), /*slots=*/16};
+  std::vector<std::byte> buffer(kDiskBytes);
+  std::size_t slot = 0;
+  const auto start = [&](Op op, std::size_t offset, std::size_t bytes) {
+    const Piece piece{0, offset, buffer.data() + offset, bytes, offset};
+    return queue.start(op, {&piece, 1}, nullptr);
+  };
+  // Takes requests and checks that they are the next ones of a direction.
+  const auto takes = [&](std::size_t count, Op op, std::size_t first) {
+    for (std::size_t i = 0; i < count; ++i, ++slot) {
+      CHECK(queue.try_take(queue.slot(slot)));
+      const Request& request = queue.slot(slot).request;
+      CHECK(request.transfer->op == op && request.piece.offset == (first + i) * 2 * kBlock);
+    }
+  };
+  start(Op::read, 0, 32 * kBlock);  // 16 requests, enough for all slots
+  takes(3, Op::read, 0);
+  start(Op::write, 32 * kBlock, 32 * kBlock);
+  // Writes catch up, and then the directions take turns, four requests at a time.
+  takes(5, Op::write, 16);
+  takes(4, Op::read, 3);
+  takes(4, Op::write, 21);
+  CHECK(queue.taken() == 16);
+  for (std::size_t i = 0; i < 16; ++i) queue.drop(queue.slot(i), ECANCELED);
+  CHECK(queue.taken() == 0);
+}

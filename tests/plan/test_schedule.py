@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 
@@ -293,6 +294,43 @@ def test_weights_that_the_gpu_swept_are_fetched_from_host_memory_after_they_are_
         fetch = next(operations[at] for at in own if operations[at].lane == "fetch")
         assert len(back) > 1
         assert back <= set(fetch.after)
+
+
+def states_on_disk_of(evaluator: PlanEvaluator, layers: Sequence[int]) -> Candidate:
+    """Place everything in DRAM but the states of some layers."""
+    candidate = all_on(evaluator, Location.DRAM)
+    on_disk = {i: candidate.locations[i]._replace(state=Location.NVME) for i in layers}
+    return candidate.moved(on_disk)
+
+
+def test_interleaved_sweeps_of_blocks_in_dram_are_spread_over_the_pieces_before_them() -> None:
+    evaluator = evaluator_for(5, tied=False, piece=1 << 16)
+    candidate = replace(states_on_disk_of(evaluator, (1, 4)), interleaved=True)
+    operations = step_schedule(evaluator.inventory, evaluator.placement(candidate)).operations
+    sweeps = [op.block for op in operations if op.lane == "sweep"]
+    pieces = sweeps.count(1)
+    assert pieces == sweeps.count(4) > 5
+
+    first, last = sweeps.index(1), len(sweeps) - sweeps[::-1].index(1)
+    # Layers 2 and 3 have as many pieces each, so two of them are swept before each piece.
+    assert sweeps[first - 2 : last] == [2, 2, 1] * (pieces // 2) + [3, 3, 1] * (pieces // 2)
+    # What follows layer 4, up to the head, is swept before its last piece.
+    assert sweeps[-1] == 4
+    for block in (2, 3, 5):
+        own = {at for at, op in enumerate(operations) if op.lane == "sweep" and op.block == block}
+        fetch = next(op for op in operations if op.lane == "fetch" and op.block == block)
+        assert own == set(fetch.after), "weights are fetched when all pieces are swept"
+
+
+def test_sweeps_that_are_not_interleaved_are_in_the_order_of_blocks() -> None:
+    evaluator = evaluator_for(5, tied=False, piece=1 << 16)
+    placement = evaluator.placement(states_on_disk_of(evaluator, (1, 4)))
+    operations = step_schedule(evaluator.inventory, placement).operations
+
+    sweeps = [op for op in operations if op.lane == "sweep"]
+
+    assert [op.block for op in sweeps] == sorted(op.block for op in sweeps)
+    assert {op.block for op in sweeps if op.piece is None} == {0, 2, 3, 5, 6}
 
 
 def test_everything_in_hbm_moves_nothing() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,6 +51,20 @@ def test_a_striped_store_returns_the_bytes_that_were_written(
         assert [s / sum(shares) for s in shares] == pytest.approx(
             [w / sum(weights) for w in weights]
         )
+
+
+@pytest.mark.parametrize("engine", ["io_uring", "threads"])
+def test_a_transfer_knows_when_the_disk_had_finished(tmp_path: Path, engine: str) -> None:
+    """Not when somebody looked: the last writes of a step are looked at when it ends."""
+    direct_directory(tmp_path)
+    with Store.create(tmp_path, 4 * MiB, engine=engine) as store:  # type: ignore[arg-type]
+        extent = store.allocate(MiB, name="extent")
+        started = time.perf_counter()
+        ticket = store.start_write(extent, Buffers().random(extent.stored_nbytes))
+        ticket.settle()
+        looked = time.perf_counter()
+        assert ticket.finished_at is not None
+        assert started < ticket.finished_at < looked
 
 
 def test_several_paths_are_measured(tmp_path: Path) -> None:

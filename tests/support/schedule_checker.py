@@ -107,6 +107,7 @@ def cases(draw: st.DrawFn) -> tuple[PlanEvaluator, Candidate]:
             draw(st.sampled_from(ATTENTION)) if block.kind == "layer" else None
             for block in evaluator.inventory.blocks
         ),
+        interleaved=draw(st.booleans()),
     )
     return evaluator, candidate
 
@@ -191,7 +192,8 @@ class ScheduleChecker:
         """Return the sweeps that a block needs: one, or one per piece if it is in pieces."""
         if not self.pending or self.placement.blocks[block].sweep == "none":
             return set()
-        if not self.facts.staged_roles(block) and not self.facts.streams_states(block):
+        in_pieces = self.facts.streams_states(block) or self.facts.interleaves(block)
+        if not self.facts.staged_roles(block) and not in_pieces:
             return {(block, None)}
         return {(block, piece) for piece in range(self.facts.pieces[block])}
 

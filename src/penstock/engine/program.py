@@ -76,7 +76,8 @@ class Program:
 
     read_of: tuple[int, ...]
     """For each operation on a piece, the read that filled its buffer in host staging, or the fetch
-    that filled its buffer in HBM; -1 for all others."""
+    that filled its buffer in HBM; -1 for all others, and for pieces that are swept where they are
+    stored."""
 
     sums: Mapping[int, tuple[SumPart, ...]]
     """The gradient sums to which an operation adds; the block's own comes last."""
@@ -195,5 +196,5 @@ def _reads(operations: Sequence[Operation]) -> tuple[int, ...]:
             continue
         if op.verb is Verb.READ or (op.verb is Verb.FETCH and op.gpu):
             latest[op.block, op.piece] = at
-        reads.append(latest[op.block, op.piece])
+        reads.append(latest.get((op.block, op.piece), -1))
     return tuple(reads)

@@ -249,7 +249,8 @@ class Mover:
         start, stop, roles = 0, self._owned_elements(op.block), {}
         if op.piece is not None:
             start, stop, _ = self._tiers.piece_span(op.block, op.piece)
-            roles = self._spans_read_for(step.program, at)
+            if step.program.read_of[at] >= 0:  # otherwise it is swept where it is stored
+                roles = self._spans_read_for(step.program, at)
         for role in SWEPT_ROLES:
             has = self._tiers.has(op.block, role)
             # What is on NVMe is in staging, if the piece has any of it.

@@ -88,6 +88,7 @@ def fetch_held_schedule(inventory: Inventory, placement: Placement, *, pending: 
     """Build a schedule that brings the weights of held blocks up to date: sweep, then fetch."""
     builder = _caller_loss_builder(inventory, placement, "forward", pending=pending)
     held, builder.held = builder.held, frozenset()
+    builder.interleaves = False  # other blocks are swept when their own weights are fetched
     for block in sorted(held):
         builder.fetch_weight(block, "forward", 0)
     builder.held = held
@@ -141,6 +142,8 @@ class _ScheduleBuilder:
         """Whether the forward pass stores activations for a backward pass."""
         self.held: frozenset[int] = frozenset()
         """See `Schedule.held`."""
+        self.interleaves = True
+        """Whether sweeps of blocks in host memory may run between pieces of an earlier block."""
         self.operations: list[Operation] = []
         self.window = WeightWindow(index, passes=passes)
         self.use = 0
@@ -312,8 +315,10 @@ class _ScheduleBuilder:
             return False
         staged = self.index.staged_roles(block)
         if staged:
+            self.swept[block] = self.sweep_staged(block, staged)
+        elif self.index.interleaves(block):
             pieces = range(self.index.pieces[block])
-            self.swept[block] = tuple(self.sweep_piece(block, p, staged) for p in pieces)
+            self.swept[block] = tuple(self.sweep_part(block, p) for p in pieces)
         elif self.index.streams_states(block):
             pieces = range(self.index.pieces[block])
             self.swept[block] = tuple(self.sweep_states(block, p) for p in pieces)
@@ -328,6 +333,33 @@ class _ScheduleBuilder:
             if self.index.ranks > 1:
                 self.updated[block] = (self.gather(block, "forward", 0, self.swept[block]),)
         return True
+
+    def sweep_staged(self, block: int, staged: tuple[Role, ...]) -> tuple[int, ...]:
+        """Append the sweep of a block that passes through staging, and return its indices.
+
+        Sweeps of the following blocks in host memory are spread over its pieces. The disk takes
+        longer for a piece than the CPU does, so there is time for them. After the last piece, the
+        next pieces from the disk would have to wait for them.
+        """
+        between = self.index.between_staged(block) if self.interleaves else ()
+        parts = [
+            (other, part)
+            for other in between
+            if other not in self.swept and other not in self.held
+            for part in range(self.index.pieces[other])
+        ]
+        count, swept = self.index.pieces[block], []
+        for piece in range(count):
+            for other, part in parts[
+                len(parts) * piece // count : len(parts) * (piece + 1) // count
+            ]:
+                self.swept[other] = (*self.swept.get(other, ()), self.sweep_part(other, part))
+            swept.append(self.sweep_piece(block, piece, staged))
+        return tuple(swept)
+
+    def sweep_part(self, block: int, piece: int) -> int:
+        """Append the sweep of one piece of a block in host memory, and return its index."""
+        return self.emit(Verb.SWEEP, block, TRAINED, "forward", piece=piece)
 
     def sweep_piece(self, block: int, piece: int, staged: tuple[Role, ...]) -> int:
         """Append read, sweep, write and fetch of one piece, and return the sweep's index."""

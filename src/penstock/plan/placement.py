@@ -166,6 +166,11 @@ class Placement:
     piece_elements: int = 1 << 26
     """Number of parameters per piece of an optimizer sweep over states on NVMe."""
 
+    sweeps_interleaved: bool = False
+    """Whether CPU sweeps over states in host memory are divided into pieces of `piece_elements`,
+    too, and run between those over states on NVMe. Otherwise such a sweep is one operation, and
+    the pieces that were read meanwhile wait for it. False in plans of earlier versions."""
+
     gpu_piece_elements: int = GPU_PIECE
     """Number of parameters per piece of an optimizer sweep on the GPU over states in host memory.
     As many pieces are in HBM at the same time as `pieces_staged` says."""

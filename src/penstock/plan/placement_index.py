@@ -143,6 +143,29 @@ class PlacementIndex:
             if at.touches(role, Tier.NVME) and at.sweep == "cpu"
         )
 
+    def interleaves(self, block: int) -> bool:
+        """Return whether a CPU sweep over states in host memory is divided into pieces."""
+        return (
+            self.placement.sweeps_interleaved
+            and self._at(block).sweep == "cpu"
+            and not self.whole_tensors
+            and not self.staged_roles(block)
+        )
+
+    def between_staged(self, block: int) -> tuple[int, ...]:
+        """Return the blocks to sweep while this one passes through staging, in order.
+
+        Those are the blocks in host memory that follow, up to the next one that passes through
+        staging.
+        """
+        following = []
+        for other in range(block + 1, self.count):
+            if self.staged_roles(other):
+                break
+            if self.interleaves(other):
+                following.append(other)
+        return tuple(following)
+
     def _at(self, block: int) -> BlockPlacement:
         return self.placement.blocks[block]
 

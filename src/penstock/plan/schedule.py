@@ -10,7 +10,8 @@ previous one has ended, so whatever needs a sweep to have ended must name it.
 
 A step starts when the last gradient of the previous step has left the GPU. A block's optimizer
 sweep therefore runs just before the block's forward. That is exact even with clipping, which needs
-the norm of all gradients, and it hides the sweep behind compute.
+the norm of all gradients, and it hides the sweep behind compute. Sweeps over host memory may run
+earlier, between the pieces of a block on NVMe (`Placement.sweeps_interleaved`).
 
 Several ranks run one list. Each of them fetches and sweeps its own shard of a block, and computes
 its own micro-batches. Weights are gathered before a block computes, and gradients are exchanged
@@ -102,8 +103,9 @@ class Operation(NamedTuple):
     """The round."""
 
     piece: int | None = None
-    """Index of the piece, if the block passes through staging in pieces. Pieces of trainable
-    tensors are numbered first, then those of frozen weights."""
+    """Index of the piece, if the block passes through staging in pieces, or is swept in pieces
+    where it is stored. Pieces of trainable tensors are numbered first, then those of frozen
+    weights."""
 
     gpu: bool = False
     """Whether this is part of an optimizer sweep on the GPU. Without a piece, it is the sweep of a

@@ -107,6 +107,9 @@ class Candidate:
     """For each block, where the results of its attention are saved, for all forward passes that are
     not kept; None if they are computed again. Empty if nothing is saved."""
 
+    interleaved: bool = False
+    """See `Placement.sweeps_interleaved`."""
+
     # Candidates are keys of several caches, and the locations of a large model take long to hash.
     _hash: int = field(init=False, repr=False, compare=False)
 
@@ -114,7 +117,7 @@ class Candidate:
         value = hash(
             (
                 *(self.locations, self.rounds, self.slots, self.ahead, self.kept),
-                *(self.gpu_swept, self.attention),
+                *(self.gpu_swept, self.attention, self.interleaved),
             )
         )
         object.__setattr__(self, "_hash", value)

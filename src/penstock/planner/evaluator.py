@@ -462,6 +462,7 @@ class PlanEvaluator:
             slots=candidate.slots,
             ahead=candidate.ahead,
             piece_elements=self.piece_elements,
+            sweeps_interleaved=candidate.interleaved,
             gpu_piece_elements=self.gpu_piece_elements,
             staging_node=self.rates.staging_node,
             transport=self.transport,

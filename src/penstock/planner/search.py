@@ -27,6 +27,7 @@ from penstock.planner.initial_candidates import (
 )
 from penstock.planner.kept_layers import keep_layers
 from penstock.planner.saved_attention import save_attention
+from penstock.planner.sweep_order import interleave_sweeps
 from penstock.planner.sweep_sides import share_sweeps
 from penstock.tiers import Tier
 
@@ -95,7 +96,9 @@ def search(
         return None
     kept = keep_layers(evaluator, found, exact=exact)
     kept = save_attention(evaluator, kept, exact=exact)
-    return share_sweeps(evaluator, kept, exact=exact) if effort.gpu_sweeps else kept
+    if effort.gpu_sweeps:
+        kept = share_sweeps(evaluator, kept, exact=exact)
+    return interleave_sweeps(evaluator, kept, exact=exact)
 
 
 MakeEvaluator = Callable[[DriveWeights | None], PlanEvaluator]

@@ -64,6 +64,11 @@ class StoreTicket:
         self._buffer = None
         return True
 
+    @property
+    def finished_at(self) -> float | None:
+        """When the disk had finished, by `time.perf_counter`; None while it has not."""
+        return self._transfer.ended if self._transfer.done else None
+
     def settle(self, timeout: float | None = None) -> None:
         """Wait until done, or until the timeout expires, without raising on failure."""
         wait_for_tickets(self._engine, [self], wait_for_all=True, timeout=timeout)
