@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from penstock.engine.loss import LossFunction
     from penstock.engine.optimizer import Grouping
     from penstock.engine.rehearsal import Progress
+    from penstock.engine.startup import StartUp
     from penstock.engine.tier_memory import StoreSettings
     from penstock.engine.transport import Transport
     from penstock.model.adapters import Adapter
@@ -141,6 +142,7 @@ def prepare(
     ranks: Transport | None = None,
     settings: Settings | None = None,
     caller_loss: CallerLoss | None = None,
+    start_up: StartUp | None = None,
     **arguments: Unpack[PrepareSettings],
 ) -> Engine:
     """Build an engine for `model`, and allocate all its memory.
@@ -172,6 +174,8 @@ def prepare(
             this with the same arguments, except for the device. The plan is that of rank 0.
         settings: Settings to start from. By default, every setting has its default.
         caller_loss: For `penstock.stream`, which computes the loss outside of the engine.
+        start_up: Record to add the phases of this call to. By default, a new one, which is
+            `Engine.start_up`.
         **arguments: Settings by name, as `PrepareSettings` describes them: context, batch,
             micro_batch, dtype, moments, clip, steps, lora, quantize, freeze, blocks, deterministic,
             seed, label_smoothing, neftune_noise_alpha, init, model_config, revision,
@@ -181,9 +185,16 @@ def prepare(
     Returns:
         The engine. Use it as a context manager, or call `close`.
     """
-    from penstock.engine.rank_agreement import all_or_none
-    from penstock.engine.transport import SingleRank, check_ranks
-    from penstock.model.live_model import LiveModel
+    from penstock.engine import startup
+
+    start_up = startup.StartUp() if start_up is None else start_up
+    with start_up.phase(startup.IMPORT):
+        import transformers  # noqa: F401  which takes seconds
+
+        import penstock.engine.engine  # noqa: F401
+        from penstock.engine.rank_agreement import all_or_none
+        from penstock.engine.transport import SingleRank, check_ranks
+        from penstock.model.live_model import LiveModel
 
     if plan is not None and budget is not None:
         raise PlanError(
@@ -199,24 +210,29 @@ def prepare(
         optimizer=optimizer_options, param_groups=param_groups,
         loss=loss, store=store, device=device, sweep_threads=sweep_threads,
         load_weights=load_weights, rehearse=rehearse, progress=progress, ranks=ranks,
+        start_up=start_up,
     )  # fmt: skip
     request = None
     with all_or_none(ranks):
         live = None if isinstance(model, str | Path) else LiveModel(model)
         if live is not None:
             live.check_memory()
-        config, inventory, adapter = _inspect_and_check(model, chosen, load_weights=load_weights)
+        with start_up.phase(startup.SURVEY):
+            config, inventory, adapter = _inspect_and_check(
+                model, chosen, load_weights=load_weights
+            )
         if caller_loss is None:
             _check_head(live)
         else:
             _check_router_loss(config)
         # One rank plans for all: free memory differs between them.
         if plan is None and ranks.rank == 0:
-            plan = choose_plan(
-                inventory, chosen, config=config, budget=budget, machine=machine,
-                accumulate=accumulate, compiled=compiled, own_loss=loss is not None, device=device,
-                adapter=adapter, caller_loss=caller_loss,
-            )  # fmt: skip
+            with start_up.phase(startup.PLAN):
+                plan = choose_plan(
+                    inventory, chosen, config=config, budget=budget, machine=machine,
+                    accumulate=accumulate, compiled=compiled, own_loss=loss is not None,
+                    device=device, adapter=adapter, caller_loss=caller_loss,
+                )  # fmt: skip
         # A plan that was made for budgets may be made again; one that the caller brings may not.
         if isinstance(plan, PlanChoice):
             request, plan = plan.request, plan.plan
@@ -579,6 +595,7 @@ class _EngineOptions:
     rehearse: bool | None
     progress: Progress | None
     ranks: Transport
+    start_up: StartUp
 
 
 def _build_engine(
@@ -590,6 +607,7 @@ def _build_engine(
     settings: Settings,
     options: _EngineOptions,
 ) -> Engine:
+    from penstock.engine import startup
     from penstock.engine.device import pick_device
     from penstock.engine.device_memory import (
         check_free_memory,
@@ -603,11 +621,12 @@ def _build_engine(
     from penstock.model.saved_names import SavedNames, names_on_save
 
     use_expandable_segments()
-    ranks = options.ranks
-    with all_or_none(ranks):
+    ranks, start_up = options.ranks, options.start_up
+    with all_or_none(ranks), start_up.phase(startup.MODEL):
         origin = model if isinstance(model, str | Path) else model.model
         model_files = model_files_of(origin, config, inventory, settings)
-        device = pick_device(options.device)
+        with start_up.phase(startup.DEVICE):
+            device = pick_device(options.device)
         check_free_memory(device, plan)
         dtype = weight_dtype(plan.workload.dtype)
         with explain_out_of_memory(device, plan, "the engine"):
@@ -619,17 +638,22 @@ def _build_engine(
             # Before the layers are taken out of the model, and before anything large is allocated.
             # One rank is enough: all have the same model, software and kind of device.
             if settings.model.self_check and ranks.rank == 0:
-                self_check(bare, inventory, plan, device, progress=options.progress)
+                with start_up.phase(startup.SELF_CHECK):
+                    self_check(bare, inventory, plan, device, progress=options.progress)
             split_model = _split_model(bare, inventory, plan, device)
-            measured = _rehearse(plan, inventory, split_model, device, options)
+            with start_up.phase(startup.REHEARSAL):
+                measured = _rehearse(plan, inventory, split_model, device, options)
     key = memory_key(config, inventory, plan.workload, device.name, adapter)
-    plan, plan_change = _fit_plan(plan, request, inventory, measured, key, options)
+    with start_up.phase(startup.PLAN):
+        plan, plan_change = _fit_plan(plan, request, inventory, measured, key, options)
     with all_or_none(ranks):
         check_free_memory(device, plan)
     with explain_out_of_memory(device, plan, "the engine"):
         try:
             engine_settings = _engine_settings(settings, options)
-            engine = Engine(plan, inventory, split_model, device, engine_settings, ranks)
+            engine = Engine(
+                plan, inventory, split_model, device, engine_settings, ranks, start_up=start_up
+            )
         except BaseException as error:
             ranks.abort(error)  # ranks connect while they allocate: the others wait for this one
             raise
@@ -642,7 +666,8 @@ def _build_engine(
                 if options.load_weights or from_files:
                     if options.progress is not None:
                         options.progress(0, 0, "loading weights")
-                    _load_weights(engine, model, config, settings, draw=options.load_weights)
+                    with start_up.phase(startup.WEIGHTS):
+                        _load_weights(engine, model, config, settings, draw=options.load_weights)
                 # Loading has found out which weights the adapter belongs to.
                 engine.model_files = replace(model_files, adapter=engine.files.adapter)
         except BaseException:

@@ -21,6 +21,7 @@ from penstock.engine.allocate import EngineMemory
 from penstock.engine.bounded_executor import BoundedExecutor
 from penstock.engine.device import Device
 from penstock.engine.spans import Span, role_dtype
+from penstock.engine.startup import STATES
 from penstock.errors import EngineError
 from penstock.model.inventory import TensorSpec
 from penstock.model.quantize import dequantized_parts, quantize
@@ -147,9 +148,10 @@ class TensorAccess:
 
     def clear(self, block: int, role: Role) -> None:
         """Set a role to zero. In every format, 8-bit moments included, that means zero bytes."""
-        for stored in self._own_ranges(block, role):
-            with self._opened(block, role, stored, write=True) as span:
-                span.data.zero_()
+        with self._memory.start_up.phase(STATES):
+            for stored in self._own_ranges(block, role):
+                with self._opened(block, role, stored, write=True) as span:
+                    span.data.zero_()
 
     def _has_any(self, block: int, piece: int, trainable: bool | None) -> bool:
         """Return whether a piece on NVMe has such tensors: a piece is trainable, or frozen."""

@@ -19,6 +19,7 @@ import torch
 from penstock.engine.device import Device
 from penstock.engine.memory_usage import MemoryUsage
 from penstock.engine.spans import Span
+from penstock.engine.startup import HBM, HOST, STORE, StartUp
 from penstock.engine.transport import Transport
 from penstock.memory.arena import Arena
 from penstock.memory.placement import Node, Place, Stripe
@@ -58,7 +59,7 @@ class TierMemory:
 
     def __init__(
         self, plan: Plan, inventory: Inventory, device: Device, settings: StoreSettings,
-        ranks: Transport,
+        ranks: Transport, *, start_up: StartUp,
     ) -> None:  # fmt: skip
         self.plan, self.inventory, self.device = plan, inventory, device
         self.rank, self._common = ranks.rank, ranks.memory
@@ -70,10 +71,13 @@ class TierMemory:
         self.store: Store | None = None
         self.usage = MemoryUsage(device, plan.context_nbytes)
         # Device and host memory are freed with their tensors. Only the store must be closed.
-        self._allocate_device()
-        self._allocate_host()
+        with start_up.phase(HBM):
+            self._allocate_device()
+        with start_up.phase(HOST):
+            self._allocate_host()
         try:
-            self._allocate_disk(settings)
+            with start_up.phase(STORE):
+                self._allocate_disk(settings)
             self._open_peer_weights()
         except BaseException:
             self.close()
