@@ -666,7 +666,7 @@ def _build_engine(
                 if options.load_weights or from_files:
                     if options.progress is not None:
                         options.progress(0, 0, "loading weights")
-                    with start_up.phase(startup.WEIGHTS):
+                    with start_up.phase(startup.WEIGHTS), engine.access.setting_initial_values():
                         _load_weights(engine, model, config, settings, draw=options.load_weights)
                 # Loading has found out which weights the adapter belongs to.
                 engine.model_files = replace(model_files, adapter=engine.files.adapter)
