@@ -160,8 +160,8 @@ def test_an_engine_records_every_phase_in_order() -> None:
         engine.step(batch)
         found = engine.start_up
     assert [phase.name for phase in found.phases] == [
-        "import", "survey", "plan", "model", "device", "self-check", "rehearsal", "HBM",
-        "host memory", "store", "weights", "optimizer states", "first step", OTHER,
+        "import", "survey", "plan", "model", "device", "self-check", "rehearsal", "host memory",
+        "HBM", "store", "pin", "weights", "optimizer states", "first step", OTHER,
     ]  # fmt: skip
     assert found.complete
     assert sum(phase.seconds for phase in found.phases) == pytest.approx(found.seconds)

@@ -42,8 +42,9 @@ def test_events_have_the_documented_fields(whole: Whole) -> None:
     (start_up,) = ended.of("start_up")
     assert set(start_up) == {"event", "seconds", "phases"}
     assert list(start_up["phases"]) == [
-        "import", "survey", "data", "plan", "model", "device", "self-check", "rehearsal", "HBM",
-        "host memory", "store", "weights", "optimizer states", "evaluation", "first step", "other",
+        "import", "survey", "data", "plan", "model", "device", "self-check", "rehearsal",
+        "host memory", "HBM", "store", "weights", "optimizer states", "pin", "evaluation",
+        "first step", "other",
     ]  # fmt: skip
     assert sum(start_up["phases"].values()) == pytest.approx(start_up["seconds"], abs=0.02)
     assert ended.events.index(start_up) == ended.events.index(steps[0]) - 1

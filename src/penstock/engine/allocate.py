@@ -22,6 +22,7 @@ from penstock.engine.disk_pipe import DiskPipe
 from penstock.engine.gradients import GradientSums
 from penstock.engine.held_blocks import HeldBlocks
 from penstock.engine.hidden_states import HiddenStates
+from penstock.engine.host_arenas import HostArenas
 from penstock.engine.program import Buffers, Program, compile_program
 from penstock.engine.spans import WeightSlots
 from penstock.engine.startup import HBM, HOST, StartUp
@@ -220,8 +221,12 @@ def _fit_staging(
 def allocate(
     plan: Plan, inventory: Inventory, programs: Programs, device: Device,
     store: StoreSettings, sweep_pool: Pool, ranks: Transport, *, start_up: StartUp,
+    host: HostArenas | None = None,
 ) -> EngineMemory:  # fmt: skip
-    """Allocate all memory and disk space of the run, or raise and leave nothing behind."""
+    """Allocate all memory and disk space of the run, or raise and leave nothing behind.
+
+    Arenas of `host` are not pinned yet when this returns.
+    """
     if plan.placement.rounds > 1 and not inventory.may_have_rounds:
         raise PlanError("placement.rounds", "must be 1 for a model with tied embeddings")
     if plan.placement.rounds > 1 and plan.workload.caller_loss is not None:
@@ -234,7 +239,7 @@ def allocate(
     tiers: TierMemory | None = None
     try:
         _open_transport(plan, device, ranks)
-        tiers = TierMemory(plan, inventory, device, store, ranks, start_up=start_up)
+        tiers = TierMemory(plan, inventory, device, store, ranks, start_up=start_up, host=host)
         gradients = GradientSums(inventory, tiers.formats, device)
         with start_up.phase(HBM):
             weights = device.empty(programs.nbytes("weights"), "weight slots")

@@ -49,6 +49,7 @@ from penstock.engine.device_memory import explain_out_of_memory
 from penstock.engine.expert_load import ExpertLoad
 from penstock.engine.gradient_buffers import GradientBuffers
 from penstock.engine.gradients import NO_GRADIENT, round_gradients
+from penstock.engine.host_arenas import HostArenas
 from penstock.engine.loss import ChunkedLoss, LossFunction, LossScale, TokenValues
 from penstock.engine.optimizer import Grouping, StreamedOptimizer
 from penstock.engine.pending_update import PendingUpdate, draw_keys
@@ -374,6 +375,7 @@ class Engine:
         ranks: Transport | None = None,
         *,
         start_up: StartUp | None = None,
+        host: HostArenas | None = None,
     ) -> None:
         self.start_up = StartUp() if start_up is None else start_up
         """How long each phase took, from the call of `prepare` to the end of the first step."""
@@ -390,8 +392,9 @@ class Engine:
         pool = sweep_pool(plan, ranks.rank, settings.sweep_threads, nice=nice)
         store = settings.store
         self._memory = allocate(
-            plan, inventory, self._programs, device, store, pool, ranks, start_up=self.start_up
-        )
+            plan, inventory, self._programs, device, store, pool, ranks,
+            start_up=self.start_up, host=host,
+        )  # fmt: skip
         self.access = TensorAccess(self._memory)
         self.files = EngineFiles(self.access, inventory, split_model.buffers)
         mover = Mover(self._memory)
