@@ -192,7 +192,7 @@ def prepare(
 
     start_up = startup.StartUp() if start_up is None else start_up
     with start_up.phase(startup.IMPORT):
-        import transformers  # noqa: F401  which takes seconds
+        import transformers.modeling_utils  # noqa: F401  which takes seconds
 
         import penstock.engine.engine  # noqa: F401
         from penstock.engine.rank_agreement import all_or_none

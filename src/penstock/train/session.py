@@ -257,7 +257,7 @@ def _open_run(
         settings = resume.with_recorded_sizes(settings)
     start_up = session.start_up
     with start_up.phase(IMPORT):
-        import transformers  # noqa: F401  which takes seconds
+        import transformers.modeling_utils  # noqa: F401  which takes seconds
     with start_up.phase(SURVEY):
         model = load_model(settings, resume.checkpoint.path if resume else None)
     if resume is not None:
