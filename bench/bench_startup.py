@@ -4,9 +4,8 @@
 
 Writes a model with repeated weights to the folder once. Then starts `--starts` processes one after
 the other, with caches in the folder, which are empty before the first start if the folder is new.
-Each loads the model and
-takes one step. Unless `--keep-cached` is given, the files are dropped from the page cache before
-each start. With --save, writes bench/results/startup_<shape>_<hardware>_<date>.json.
+Each loads the model and takes one step. Unless `--keep-cached` is given, the files are dropped from
+the page cache before each start. With --save, writes bench/results/startup_<shape>_<hardware>_<date>.json.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -51,6 +52,26 @@ def test_arenas_that_were_started_are_taken() -> None:
         assert [arena.stats.capacity for arena in arenas] == [2 * MiB, 3 * MiB]
         assert host.take(specs) == arenas
     assert all(mapped(arena.address) for arena in arenas)
+
+
+def test_the_main_thread_goes_before_those_that_touch_pages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found: list[int] = []
+
+    def arena(*args: Any) -> Arena:
+        thread = threading.Thread(target=lambda: found.append(os.getpriority(os.PRIO_PROCESS, 0)))
+        thread.start()
+        thread.join()
+        return Arena(*args)
+
+    monkeypatch.setattr(host_arenas, "Arena", arena)
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    with HostArenas(CpuDevice()) as host:
+        host.start([spec(2 * MiB)])
+        host.wait()
+    assert found == [max(before, host_arenas.NICE)]
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before
 
 
 def test_arenas_of_another_plan_are_released_before_those_that_are_needed_are_allocated(

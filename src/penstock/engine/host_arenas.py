@@ -8,6 +8,7 @@ it runs while layers are compiled (`HostArenas.start`) and while weights are rea
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
@@ -21,6 +22,9 @@ from penstock.memory.placement import Node, Place, Stripe
 from penstock.plan.placement import STRIPE_UNIT, Home
 from penstock.plan.plan import Plan
 from penstock.roles import Role
+
+NICE = 10
+"""Niceness of the threads that allocate and pin."""
 
 Key = tuple[int, Role]
 """A block and a role."""
@@ -176,6 +180,11 @@ class _Work:
 
     def start(self, call: Callable[[], None]) -> None:
         def run() -> None:
+            # Threads that touch pages are children of this one, and have its priority. There are as
+            # many as CPUs, and the main thread, which compiles or launches kernels, goes first.
+            with contextlib.suppress(OSError):
+                nice = max(NICE, os.getpriority(os.PRIO_PROCESS, 0))
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
             try:
                 call()
             except BaseException as error:
