@@ -29,6 +29,7 @@ from bench.plain import plain_step
 from bench.repeated_weights import repeat_weights
 from bench.shapes import ALL_SHAPES, config_of
 from penstock.engine.prepare import prepare
+from penstock.engine.startup import StartUp
 from penstock.engine.step_records import Event, busy, idle
 from penstock.machine.presets import preset
 from penstock.model.inventory import Inventory
@@ -40,6 +41,7 @@ from penstock.planner.cost.rates import DiskRates
 from penstock.storage.benchmark import StorageBench
 from penstock.storage.store import Store
 from penstock.tiers import Tier
+from penstock.train.progress import format_start_up
 from penstock.units import GiB, format_bytes
 
 DISK_NBYTES = 2 * GiB
@@ -87,9 +89,12 @@ def batches(config: Any, args: argparse.Namespace) -> list[dict[str, torch.Tenso
     ]
 
 
-def measure_engine(config: Any, args: argparse.Namespace) -> dict[str, Any]:
+def measure_engine(
+    config: Any, args: argparse.Namespace, record: StartUp | None = None
+) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, HostPeak() as host:
         config.save_pretrained(folder)
+        record = StartUp() if record is None else record
         began = time.perf_counter()
         plan = Plan.load(args.plan) if args.plan else None
         budget = None if plan else {"hbm": args.hbm, "dram": args.dram, "nvme": args.nvme}
@@ -106,10 +111,12 @@ def measure_engine(config: Any, args: argparse.Namespace) -> dict[str, Any]:
             budget=budget,
             machine=preset(args.machine) if args.machine else None,
             plan=plan,
+            start_up=record,
         )
         start_up = time.perf_counter() - began
         print(f"ready after {start_up:.1f} s; tiers {engine.tiers()}", flush=True)
         seconds, losses = run_steps(engine.step, batches(config, args))
+        print(format_start_up({"seconds": record.seconds, "phases": record.by_name()}), flush=True)
         timeline = summarize_timeline(engine.timeline())
         engine.finish()
         hbm, tiers, process = device_peak(), engine.tiers(), engine.host_memory()
@@ -123,7 +130,8 @@ def measure_engine(config: Any, args: argparse.Namespace) -> dict[str, Any]:
     print(f"host peak {format_bytes(host.nbytes)}, HBM allocated / reserved "
           f"{format_bytes(hbm[0])} / {format_bytes(hbm[1])}", flush=True)  # fmt: skip
     return {
-        "start_up_seconds": start_up, "step_seconds": seconds, "losses": losses, "tiers": tiers,
+        "start_up_seconds": start_up, "start_up": record.by_name(),
+        "step_seconds": seconds, "losses": losses, "tiers": tiers,
         "timeline": timeline, "host_peak_nbytes": host.nbytes,
         "host": process, "arenas_in_memory": in_memory,
         "hbm_allocated": hbm[0], "hbm_reserved": hbm[1], "predicted": predicted(args.plan),
@@ -246,12 +254,13 @@ def measure_plain(config: Any, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
+    record = StartUp.of_process()
     args = arguments()
     if args.repeat_weights:
         repeat_weights(weight_dtype(args.dtype))
     config = config_of(args.shape, args.context)
     results: dict[str, Any] = {"settings": {k: str(v) for k, v in vars(args).items()}}
-    results["streamed"] = measure_engine(config, args)
+    results["streamed"] = measure_engine(config, args, record)
     save_so_far(args, results)
     if args.resident:
         whole = argparse.Namespace(**(vars(args) | {"hbm": "130GiB", "plan": args.resident}))

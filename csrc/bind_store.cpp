@@ -84,7 +84,8 @@ void bind_engine(nb::module_& m) {
       .def(nb::new_([](std::uint64_t nbytes, std::size_t unit) {
              return std::make_shared<Checksums>(nbytes, unit);
            }),
-           nb::arg("nbytes"), nb::arg("unit"));
+           nb::arg("nbytes"), nb::arg("unit"))
+      .def("note_zeros", &Checksums::note_zeros, NoGil());
 
   nb::class_<Transfer>(m, "Transfer")
       .def_prop_ro("done", &Transfer::done)

@@ -64,12 +64,21 @@ std::uint32_t checksum_of(const std::byte* at, std::size_t bytes) {
 }  // namespace
 
 Checksums::Checksums(std::uint64_t bytes, std::size_t unit)
-    : unit_{unit}, units_((bytes + unit - 1) / unit) {}
+    : bytes_{bytes}, unit_{unit}, units_((bytes + unit - 1) / unit) {}
 
 void Checksums::note(const std::byte* at, std::size_t bytes, std::uint64_t place) noexcept {
   for (std::size_t done = 0; done < bytes; done += unit_) {
     const std::uint32_t crc = checksum_of(at + done, std::min(unit_, bytes - done));
     units_[(place + done) / unit_].store(crc, std::memory_order_release);
+  }
+}
+
+void Checksums::note_zeros() {
+  const std::vector<std::byte> zeros(unit_);
+  const std::uint32_t whole = checksum_of(zeros.data(), unit_);
+  for (auto& unit : units_) unit.store(whole, std::memory_order_release);
+  if (const std::size_t rest = bytes_ % unit_; rest != 0) {
+    units_.back().store(checksum_of(zeros.data(), rest), std::memory_order_release);
   }
 }
 

@@ -41,11 +41,14 @@ class Checksums {
   Checksums& operator=(const Checksums&) = delete;
 
   void note(const std::byte* at, std::size_t bytes, std::uint64_t place) noexcept;
+  // Notes that all units are zeros, as in a file that was allocated and never written.
+  void note_zeros();
   // Returns 0, or kBadChecksum or kNeverWritten and the offset of the first unit that is wrong.
   int check(const std::byte* at, std::size_t bytes, std::uint64_t place,
             std::uint64_t& wrong) const noexcept;
 
  private:
+  const std::uint64_t bytes_;
   const std::size_t unit_;
   std::vector<std::atomic<std::uint32_t>> units_;  // 0: never written
 };

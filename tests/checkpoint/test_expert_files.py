@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from penstock.checkpoint.errors import TensorMismatchError, TensorNotFoundError
 from penstock.checkpoint.model_weights import ModelWeights
-from penstock.checkpoint.plain_tensors import PART
+from penstock.checkpoint.plain_tensors import PART, multiply_fp4
 from penstock.checkpoint.writer import ShardWriter, TensorOut
 from penstock.errors import UnsupportedModelError
 from penstock.generate.load import load_resident
@@ -363,3 +363,14 @@ def test_fused_experts_of_100_mb_are_read_in_less_than_40_mib(tmp_path: Path) ->
     experts = sum(math.prod(layout.shape) for layout in saved.splits.values())
     assert 2 * experts > 100_000_000
     assert peak_growth(read) < 40 * MiB
+
+
+def test_every_4_bit_float_times_every_scale_has_the_value_of_ldexp() -> None:
+    pairs = torch.arange(256, dtype=torch.uint8).repeat(256)  # 16 groups for each scale
+    exponents = torch.arange(256, dtype=torch.uint8).repeat_interleave(16)
+    lower = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    halves = torch.stack([pairs % 16, pairs // 16], dim=1).view(-1, 32)
+    values = lower[(halves % 8).long()] * (1 - 2 * (halves // 8).float())
+    expected = torch.ldexp(values.double(), exponents.long().view(-1, 1) - 127)
+
+    assert torch.equal(multiply_fp4(pairs, exponents), expected.to(BF16).view(-1))

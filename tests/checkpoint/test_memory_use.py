@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -97,4 +98,35 @@ def test_neither_writing_nor_reading_fills_the_page_cache(tmp_path: Path) -> Non
         for start in range(0, 64 * MiB, MiB // 4):  # parts too small for O_DIRECT
             reader.read_into("t", torch.empty(MiB // 4, dtype=torch.uint8), start)
     assert cached(path) < 4 * MiB
+    os.unlink(path)
+
+
+def test_bytes_in_the_page_cache_are_read_from_there_and_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if filesystem_of(tmp_path) in ("tmpfs", "ramfs", "overlay"):
+        pytest.skip(f"needs a disk behind {tmp_path}")
+    path = tmp_path / "model.safetensors"
+    values = torch.arange(64 * MiB // 4, dtype=torch.int32)
+    ShardWriter([tensor_out("t", values)]).write(tmp_path)
+    from_disk: list[int] = []
+    preadv = os.preadv
+
+    def counted(fd: int, buffers: Any, offset: int, flags: int = 0) -> int:
+        got = preadv(fd, buffers, offset, flags)
+        from_disk.append(0 if flags else got)
+        return got
+
+    monkeypatch.setattr(os, "preadv", counted)
+    for is_cached in (False, True):
+        with open(path, "rb") as file:
+            while is_cached and file.read(MiB):
+                pass
+        with ShardReader(tmp_path) as reader:
+            from_disk.clear()
+            out = torch.empty_like(values)
+            reader.read_into("t", out)
+        assert torch.equal(out, values)
+        assert (sum(from_disk) < MiB) == is_cached
+    assert cached(path) > 60 * MiB
     os.unlink(path)

@@ -223,7 +223,9 @@ def test_every_error_is_a_checkpoint_error() -> None:
 def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = sharded(tmp_path)
     whole = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda fd, views, at: whole(fd, [views[0][:7]], at))
+    monkeypatch.setattr(
+        os, "preadv", lambda fd, views, at, *how: whole(fd, [views[0][:7]], at, *how)
+    )
     with ShardReader(tmp_path) as reader:
         for name, tensor in tensors.items():
             assert same_bits(read(reader, name), tensor)

@@ -32,6 +32,12 @@ def tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.
     return tensors
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read from the disk: the files of these tests were just written."""
+    monkeypatch.setattr(reader_module, "_read_cached", lambda *_: 0)
+
+
 def part(reader: ShardReader, name: str, low: int, high: int) -> torch.Tensor:
     out = torch.full((high - low,), -1, dtype=torch.int32)
     reader.read_into(name, out, low)

@@ -146,6 +146,20 @@ def test_a_run_that_exceeds_the_memory_limit_of_the_process_is_refused(
         check_free_memory(device, plan)
 
 
+def test_host_memory_that_is_allocated_already_is_not_counted_twice(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resident = plan.process_memory - GiB + 3 * GiB
+    monkeypatch.setattr(device_memory, "resident_nbytes", lambda: resident)
+    enough = plan.host_nbytes - plan.process_memory + GiB - 3 * GiB
+    limit_memory(monkeypatch, enough)
+    check_free_memory(FakeGpu(free=140 * GiB), plan, 3 * GiB)
+
+    limit_memory(monkeypatch, enough - 1)
+    with pytest.raises(MemoryLimitError):
+        check_free_memory(FakeGpu(free=140 * GiB), plan, 3 * GiB)
+
+
 def test_a_plan_is_refused_before_anything_is_allocated(
     plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from penstock.engine.engine import Engine
 from penstock.engine.initial_weights import clear_moments, set_weights
+from penstock.engine.tensor_access import TensorAccess
 from penstock.roles import Role
 from tests.support import engines
 
@@ -30,6 +32,38 @@ def test_cleared_moments_are_zero(
         for block in range(len(model.blocks)):
             clear_moments(engine.access, block)
         assert all_zero(engine)
+
+
+@pytest.mark.parametrize("spots", ["hhhh", "dddd", "nnnn"])
+def test_moments_of_a_new_engine_are_zero_and_written_only_on_the_device(
+    spots: str, tmp_path: Path, one_thread: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = engines.tiny_config("llama")
+    model, work = engines.inventory(config), engines.workload(moments="fp32")
+    plan = engines.make_plan_of(model, work, spots, disk=tmp_path, piece=8192)
+    cleared: list[int] = []
+    monkeypatch.setattr(engines, "set_weights", _set_initially)
+    zero = torch.Tensor.zero_
+    monkeypatch.setattr(torch.Tensor, "zero_", lambda t: [cleared.append(t.nbytes), zero(t)][1])
+    plain = engines.plain_model(config)
+    with engines.make_engine(config, plan, model, plain) as engine:
+        elements = sum(block.flat_elements(True) for block in model.blocks)
+        # Two moments of four bytes each; building a model clears a few bytes as well.
+        assert (sum(cleared) >= 8 * elements) if spots == "hhhh" else (sum(cleared) < elements)
+        assert all_zero(engine)
+        if spots == "nnnn":
+            written = engine._memory.store.stats.written_nbytes
+            assert 2 * elements <= written < 6 * elements  # weights and master weights
+        engine.step(engines.batches(1, work, config.vocab_size)[0])
+        engine.finish()
+        assert not all_zero(engine)
+        set_weights(engine.access, model, plain.state_dict())  # the memory is not new any more
+        assert all_zero(engine)
+
+
+def _set_initially(access: TensorAccess, *args: Any) -> None:
+    with access.setting_initial_values():
+        set_weights(access, *args)
 
 
 def all_zero(engine: Engine) -> bool:

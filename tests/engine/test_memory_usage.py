@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.engine import tier_memory
+from penstock.engine import host_arenas
 from penstock.engine.device import CpuDevice
 from penstock.engine.engine import Engine
 from penstock.engine.memory_usage import MemoryUsage, memory_usages
@@ -74,7 +74,7 @@ def test_a_larger_arena_shows_in_the_tiers(
     def larger(nbytes: int, *args: Any) -> Arena:
         return Arena(nbytes + MiB, *args)
 
-    monkeypatch.setattr(tier_memory, "Arena", larger)
+    monkeypatch.setattr(host_arenas, "Arena", larger)
     with Setup.of("llama").engine(way, tmp_path) as engine:
         excess = MiB if way is DRAM else 0
         dram = engine.tiers()["dram"]

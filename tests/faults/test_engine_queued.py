@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from penstock import _native
-from penstock.engine import tier_memory, transfer
+from penstock.engine import host_arenas, transfer
 from penstock.engine.runner import Runner
 from penstock.engine.ticket_board import TicketBoard
 from penstock.errors import NonFiniteMasterError
@@ -51,7 +51,7 @@ def test_a_kept_exception_does_not_keep_the_engines_memory(
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("layer failed")
 
-    monkeypatch.setattr(tier_memory, "Arena", arena)
+    monkeypatch.setattr(host_arenas, "Arena", arena)
     setup = small_setup()
     first, second = setup.batches(2)
     engine = setup.engine(DRAM, tmp_path)

@@ -245,6 +245,19 @@ ON_BOTH_ENGINES("a unit that was never written cannot be read") {
   CHECK(failure.place == 4 * kBlock);
 }
 
+ON_BOTH_ENGINES("zeros of a new file can be read after they were noted, and are checked") {
+  Bench bench{rings};
+  const auto sums = std::make_shared<Checksums>(5 * kBlock, 2 * kBlock);  // the last unit is half
+  sums->note_zeros();
+  CHECK(bench.finish(Op::read, 0, 5 * kBlock, sums).error == 0);
+  bench.disk.after_read = [&](std::byte* at, std::size_t) {
+    if (at == bench.buffer.data() + 4 * kBlock) at[5] ^= std::byte{1};
+  };
+  const Failure failure = bench.finish(Op::read, 0, 5 * kBlock, sums);
+  CHECK(failure.error == kBadChecksum);
+  CHECK(failure.place == 4 * kBlock);
+}
+
 ON_BOTH_ENGINES("a failed write is detected by the next read") {
   Bench bench{rings};
   const auto sums = std::make_shared<Checksums>(kDiskBytes, 2 * kBlock);

@@ -14,7 +14,8 @@ import pytest
 
 from penstock import _native
 from penstock.storage import store as store_module
-from penstock.storage.errors import PathError, StorageWarning, StoreFullError
+from penstock.storage.errors import ChecksumError, PathError, StorageWarning, StoreFullError
+from penstock.storage.header import DATA_OFFSET
 from penstock.storage.store import Store, StoreOptions
 from penstock.storage.store_files import _finishes_within, _provisional_header
 from penstock.storage.volume import create_volume
@@ -65,6 +66,51 @@ def test_a_transfer_knows_when_the_disk_had_finished(tmp_path: Path, engine: str
         looked = time.perf_counter()
         assert ticket.finished_at is not None
         assert started < ticket.finished_at < looked
+
+
+@pytest.mark.parametrize("engine", ["io_uring", "threads"])
+@pytest.mark.parametrize("verify", [True, False])
+def test_an_extent_of_a_new_file_is_read_as_zeros_without_a_write(
+    tmp_path: Path, engine: str, verify: bool
+) -> None:
+    buffers = Buffers()
+    made: Any = {"engine": engine, "verify": verify}
+    with Store.create(direct_directory(tmp_path), 16 * MiB, **made) as store:
+        store.allocate(100_000, name="first")
+        extent = store.allocate(3 * MiB + 5000, name="second")  # not a multiple of the unit
+        back = buffers.random(extent.stored_nbytes)
+        assert store.assume_zeros(extent)
+        store.start_read(extent, back).wait()
+
+        assert back == bytes(extent.stored_nbytes)
+        assert store.stats.written_nbytes == 0
+
+        source = buffers.random(extent.stored_nbytes)
+        store.start_write(extent, source).wait()
+        assert not store.assume_zeros(extent)
+        store.start_read(extent, back).wait()
+        assert back == source
+
+
+def test_a_disk_that_was_written_to_is_not_assumed_to_have_zeros(tmp_path: Path) -> None:
+    direct_directory(tmp_path)
+    with Store.create([tmp_path / "a", tmp_path / "b"], 8 * MiB) as store:  # which are measured
+        extent = store.allocate(1 * MiB, name="first")
+
+        assert not store.assume_zeros(extent)
+
+
+def test_bytes_of_a_new_file_that_are_not_zeros_are_reported(tmp_path: Path) -> None:
+    buffers = Buffers()
+    with Store.create(direct_directory(tmp_path), 8 * MiB) as store:
+        extent = store.allocate(1 * MiB, name="first")
+        store.assume_zeros(extent)
+        with open(store.volumes[0].data_path, "r+b") as file:
+            file.seek(DATA_OFFSET + 5000)
+            file.write(b"\1")
+
+        with pytest.raises(ChecksumError):
+            store.start_read(extent, buffers.zeros(extent.stored_nbytes)).wait()
 
 
 def test_several_paths_are_measured(tmp_path: Path) -> None:

@@ -214,6 +214,7 @@ def test_a_step_updates_weights_if_neither_its_rate_nor_its_gradient_is_zero(
             tiers=dict,
             host_memory=dict,
             expert_load=lambda: None,
+            start_up=SimpleNamespace(complete=True),
         ),
         _listeners=SimpleNamespace(emit=lambda kind, **fields: events.append((kind, fields))),
         _has_updated=False,

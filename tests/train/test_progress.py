@@ -99,3 +99,12 @@ def test_the_end_of_a_run_says_whether_it_trained_an_adapter(tmp_path: Path) -> 
     assert f"the model is in {tmp_path}" in format_event(done, 3)
     (tmp_path / "adapter_config.json").write_text("{}")
     assert f"the adapter is in {tmp_path}" in format_event(done, 3)
+
+
+def test_the_line_about_the_start_leaves_out_short_phases() -> None:
+    phases = {"import": 4.04, "survey": 0.02, "rehearsal": 7.5, "first step": 2.25}
+    event = {"event": "start_up", "seconds": 13.84, "phases": phases}
+
+    line = format_event(event, 3)
+
+    assert line == "first step done after 13.8 s: import 4.0 s, rehearsal 7.5 s, first step 2.2 s"

@@ -39,6 +39,16 @@ def test_events_have_the_documented_fields(whole: Whole) -> None:
         assert held["used"] < event["host"]["used"] <= event["host"]["peak"]
     assert steps[-1]["loss"] < steps[0]["loss"]
 
+    (start_up,) = ended.of("start_up")
+    assert set(start_up) == {"event", "seconds", "phases"}
+    assert list(start_up["phases"]) == [
+        "import", "survey", "data", "plan", "model", "device", "self-check", "rehearsal",
+        "host memory", "HBM", "store", "weights", "optimizer states", "pin", "evaluation",
+        "first step", "other",
+    ]  # fmt: skip
+    assert sum(start_up["phases"].values()) == pytest.approx(start_up["seconds"], abs=0.02)
+    assert ended.events.index(start_up) == ended.events.index(steps[0]) - 1
+
     assert [event["step"] for event in ended.of("eval")] == [0, STEPS]
     assert [event["step"] for event in ended.of("save")] == [2, 4, 6]
     done = ended.events[-1]

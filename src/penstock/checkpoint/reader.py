@@ -330,6 +330,16 @@ class _Shard:
     record: FileRecord | None
     """Checksums of the file; None if it was written without."""
     keep_cached: bool
+    page_cache: _PageCache
+
+
+@dataclass(slots=True)
+class _PageCache:
+    """Whether a file may be in the page cache."""
+
+    may_have: bool = True
+    """False after the first read that did not find its bytes there. Trying again would let the
+    kernel read ahead, 2 MiB each time."""
 
 
 def _open_shard(
@@ -354,7 +364,9 @@ def _open_shard(
         raw = bytearray(length)
         direct_fd = None if keep_cached else _open_direct(path, open_files)
         start = PREFIX_NBYTES + length
-        shard = _Shard(path, fd, direct_fd, start, prefix, nbytes, {}, record, keep_cached)
+        shard = _Shard(
+            path, fd, direct_fd, start, prefix, nbytes, {}, record, keep_cached, _PageCache()
+        )
         _read(shard, "", memoryview(raw), PREFIX_NBYTES)
     shard = replace(shard, header=prefix + bytes(raw))
     if record is not None:
@@ -377,6 +389,9 @@ def _open_direct(path: str, open_files: contextlib.ExitStack) -> int | None:
 def _read_direct(shard: _Shard, name: str, out: torch.Tensor, offset: int) -> int:
     """Fill `out` past the page cache, by way of an aligned buffer of this thread.
 
+    Bytes that are in the page cache, such as those of a file that was just downloaded, are copied
+    from there, which is faster than any disk. They stay there: somebody else has put them there.
+
     Returns the checksum of the bytes, 0 if there is none to compare it with.
 
     Tensors start anywhere in the file, so a direct read covers whole blocks around the wanted bytes
@@ -390,6 +405,10 @@ def _read_direct(shard: _Shard, name: str, out: torch.Tensor, offset: int) -> in
     done, size, crc = 0, out.numel(), 0
     with _translate_read_errors(shard.path, name), memoryview(buffer) as view:
         while done < size:
+            if count := _read_cached(shard, bytes_of(out[done:]), offset + done):
+                crc = _add(shard, bytes_of(out[done : done + count]), crc)
+                done += count
+                continue
             block_start = (offset + done) // BLOCK * BLOCK
             skip = offset + done - block_start
             wanted = min(len(view), round_up(skip + size - done, BLOCK))
@@ -411,8 +430,20 @@ def _read_direct(shard: _Shard, name: str, out: torch.Tensor, offset: int) -> in
     return crc
 
 
+def _read_cached(shard: _Shard, out: memoryview, offset: int) -> int:
+    """Fill the beginning of `out` from the page cache, without waiting; return how many bytes."""
+    if not shard.page_cache.may_have:
+        return 0
+    try:
+        count = os.preadv(shard.fd, [out[:_DIRECT_NBYTES]], offset, os.RWF_NOWAIT)
+    except OSError:  # not there, or the file system cannot tell
+        count = 0
+    shard.page_cache.may_have = count > 0
+    return count
+
+
 def _read(shard: _Shard, name: str, out: memoryview, offset: int) -> int:
-    """Fill `out` through the page cache, and drop the pages again.
+    """Fill `out` through the page cache, and drop the pages again that were not there before.
 
     Returns the checksum of the bytes, 0 if there is none to compare it with.
     """
@@ -420,12 +451,13 @@ def _read(shard: _Shard, name: str, out: memoryview, offset: int) -> int:
     with _translate_read_errors(shard.path, name):
         while done < len(out):
             start = offset + done
-            got = os.preadv(shard.fd, [out[done : done + _BUFFERED_NBYTES]], start)
+            cached = _read_cached(shard, out[done:], start)
+            got = cached or os.preadv(shard.fd, [out[done : done + _BUFFERED_NBYTES]], start)
             if got == 0:
                 raise TruncatedShardError(shard.path, wanted=shard.nbytes, had=start, tensor=name)
             crc = _add(shard, out[done : done + got], crc)
             done += got
-            if shard.keep_cached:
+            if shard.keep_cached or cached:  # others have put it there, and may need it
                 continue
             # Include the previous piece: the kernel does not drop a folio that reaches beyond the
             # range it is asked about, so some of that piece may still be cached.

@@ -22,8 +22,10 @@ from penstock.engine.disk_pipe import DiskPipe
 from penstock.engine.gradients import GradientSums
 from penstock.engine.held_blocks import HeldBlocks
 from penstock.engine.hidden_states import HiddenStates
+from penstock.engine.host_arenas import HostArenas
 from penstock.engine.program import Buffers, Program, compile_program
 from penstock.engine.spans import WeightSlots
+from penstock.engine.startup import HBM, HOST, StartUp
 from penstock.engine.tensor_updates import TensorUpdates
 from penstock.engine.tier_memory import StoreSettings, TierMemory
 from penstock.engine.transport import Transport
@@ -83,6 +85,8 @@ class EngineMemory:
     """Threads of the CPU sweep."""
     updates: TensorUpdates | None
     """Updates of whole tensors; None if the optimizer works element by element."""
+    start_up: StartUp
+    """How long each phase of the start took."""
 
     @contextlib.contextmanager
     def gradient_buffers_released(self) -> Iterator[int]:
@@ -216,9 +220,13 @@ def _fit_staging(
 
 def allocate(
     plan: Plan, inventory: Inventory, programs: Programs, device: Device,
-    store: StoreSettings, sweep_pool: Pool, ranks: Transport,
+    store: StoreSettings, sweep_pool: Pool, ranks: Transport, *, start_up: StartUp,
+    host: HostArenas | None = None,
 ) -> EngineMemory:  # fmt: skip
-    """Allocate all memory and disk space of the run, or raise and leave nothing behind."""
+    """Allocate all memory and disk space of the run, or raise and leave nothing behind.
+
+    Arenas of `host` are not pinned yet when this returns.
+    """
     if plan.placement.rounds > 1 and not inventory.may_have_rounds:
         raise PlanError("placement.rounds", "must be 1 for a model with tied embeddings")
     if plan.placement.rounds > 1 and plan.workload.caller_loss is not None:
@@ -231,35 +239,39 @@ def allocate(
     tiers: TierMemory | None = None
     try:
         _open_transport(plan, device, ranks)
-        tiers = TierMemory(plan, inventory, device, store, ranks)
+        tiers = TierMemory(plan, inventory, device, store, ranks, start_up=start_up, host=host)
         gradients = GradientSums(inventory, tiers.formats, device)
-        weights = device.empty(programs.nbytes("weights"), "weight slots")
+        with start_up.phase(HBM):
+            weights = device.empty(programs.nbytes("weights"), "weight slots")
         compiled = plan.workload.numerics.compiled
         dequantized = DequantizedWeights(inventory, tiers.formats, device, compiled=compiled)
-        staging, pipes = _allocate_staging(plan, inventory, programs, tiers)
+        with start_up.phase(HOST):
+            staging, pipes = _allocate_staging(plan, inventory, programs, tiers)
         workspace = UpdateWorkspace.of(inventory, plan.workload)
-        return EngineMemory(
-            device=device,
-            ranks=ranks,
-            tiers=tiers,
-            hidden=HiddenStates(tiers),
-            attention=AttentionResults(tiers),
-            weights=WeightSlots(
-                inventory,
-                tiers.formats,
-                weights,
-                dequantized,
-                [i for i in range(len(inventory.blocks)) if tiers.is_split(i)],
-            ),
-            held=HeldBlocks(tiers, programs.held),
-            gradients=gradients,
-            gradient_pool=device.empty(programs.nbytes("gradients"), "gradient buffers"),
-            staging=staging,
-            states=device.empty(programs.nbytes("states"), STATES),
-            pipes=pipes,
-            sweep_pool=sweep_pool,
-            updates=None if workspace is None else TensorUpdates(inventory, device, workspace),
-        )
+        with start_up.phase(HBM):
+            return EngineMemory(
+                device=device,
+                ranks=ranks,
+                tiers=tiers,
+                hidden=HiddenStates(tiers),
+                attention=AttentionResults(tiers),
+                weights=WeightSlots(
+                    inventory,
+                    tiers.formats,
+                    weights,
+                    dequantized,
+                    [i for i in range(len(inventory.blocks)) if tiers.is_split(i)],
+                ),
+                held=HeldBlocks(tiers, programs.held),
+                gradients=gradients,
+                gradient_pool=device.empty(programs.nbytes("gradients"), "gradient buffers"),
+                staging=staging,
+                states=device.empty(programs.nbytes("states"), STATES),
+                pipes=pipes,
+                sweep_pool=sweep_pool,
+                updates=None if workspace is None else TensorUpdates(inventory, device, workspace),
+                start_up=start_up,
+            )
     except BaseException:
         if tiers is not None:
             tiers.close()

@@ -55,13 +55,13 @@ def use_expandable_segments() -> None:
             return
 
 
-def check_free_memory(device: Device, plan: Plan) -> None:
+def check_free_memory(device: Device, plan: Plan, allocated: int = 0) -> None:
     """Raise DeviceMemoryError if the driver has less free memory than the plan needs.
 
     Another process holds it then. Without this check the run would fail later, in the middle of an
-    allocation or of a step.
+    allocation or of a step. `allocated` is how much of the plan's host memory exists already.
     """
-    _check_host_memory(plan)
+    _check_host_memory(plan, allocated)
     if device.torch_device.type != "cuda":
         return  # the HBM tier is host memory, which the OS hands out
     device.release(0)  # what torch keeps without using it is available to the plan
@@ -83,7 +83,7 @@ def check_free_memory(device: Device, plan: Plan) -> None:
         )
 
 
-def _check_host_memory(plan: Plan) -> None:
+def _check_host_memory(plan: Plan, allocated: int) -> None:
     """Raise MemoryLimitError if the run would exceed the memory limit of this process.
 
     A control group's limit ends in the OOM killer, in the middle of a step. Without a limit,
@@ -93,9 +93,10 @@ def _check_host_memory(plan: Plan) -> None:
     if limit is None:
         return
     # Python and PyTorch are loaded by now, CUDA's host memory and compiled kernels may not be.
-    to_come = plan.process_memory - resident_nbytes() if plan.context_nbytes else 0
+    process = resident_nbytes() - allocated
+    to_come = plan.process_memory - process if plan.context_nbytes else 0
     growth = max(PROCESS_GROWTH, to_come)
-    wanted = plan.host_nbytes - plan.process_memory + growth
+    wanted = plan.host_nbytes - plan.process_memory + growth - allocated
     if wanted > limit.left:
         raise MemoryLimitError(
             wanted=wanted, free=limit.left, limit=limit.nbytes, name=limit.name,

@@ -49,6 +49,7 @@ from penstock.engine.device_memory import explain_out_of_memory
 from penstock.engine.expert_load import ExpertLoad
 from penstock.engine.gradient_buffers import GradientBuffers
 from penstock.engine.gradients import NO_GRADIENT, round_gradients
+from penstock.engine.host_arenas import HostArenas
 from penstock.engine.loss import ChunkedLoss, LossFunction, LossScale, TokenValues
 from penstock.engine.optimizer import Grouping, StreamedOptimizer
 from penstock.engine.pending_update import PendingUpdate, draw_keys
@@ -63,6 +64,7 @@ from penstock.engine.result_record import (
     was_self_checked,
 )
 from penstock.engine.runner import Progress, Runner
+from penstock.engine.startup import FIRST_STEP, StartUp
 from penstock.engine.state_io import EngineFiles
 from penstock.engine.state_view import StateView
 from penstock.engine.step_records import Event, timeline
@@ -371,7 +373,12 @@ class Engine:
         device: Device,
         settings: EngineSettings,
         ranks: Transport | None = None,
+        *,
+        start_up: StartUp | None = None,
+        host: HostArenas | None = None,
     ) -> None:
+        self.start_up = StartUp() if start_up is None else start_up
+        """How long each phase took, from the call of `prepare` to the end of the first step."""
         ranks = SingleRank() if ranks is None else ranks
         check_ranks(plan.workload, ranks)
         inventory = plan.workload.stored(inventory)
@@ -384,7 +391,10 @@ class Engine:
         nice = SWEEP_NICE if self.on_gpu else 0
         pool = sweep_pool(plan, ranks.rank, settings.sweep_threads, nice=nice)
         store = settings.store
-        self._memory = allocate(plan, inventory, self._programs, device, store, pool, ranks)
+        self._memory = allocate(
+            plan, inventory, self._programs, device, store, pool, ranks,
+            start_up=self.start_up, host=host,
+        )  # fmt: skip
         self.access = TensorAccess(self._memory)
         self.files = EngineFiles(self.access, inventory, split_model.buffers)
         mover = Mover(self._memory)
@@ -481,8 +491,9 @@ class Engine:
                 "num_items was passed to some of the forward_backward() calls of an update. Pass "
                 "it to all of them (the number of tokens with a label in all batches), or to none"
             )
-        with self._explaining("a training step"):
+        with self.start_up.phase(FIRST_STEP), self._explaining("a training step"):
             loss = self._compute_gradients(batch, num_items, accumulating=accumulating)
+        self.start_up.end()
         finite = bool(torch.isfinite(loss))
         self._loss_not_finite = (accumulating and self._loss_not_finite) or not finite
         self._check_finite(loss)
@@ -592,7 +603,7 @@ class Engine:
             micros, self.batches, self._weights_version, training=training
         )
         try:
-            with self._explaining("a forward pass"):
+            with self.start_up.phase(FIRST_STEP), self._explaining("a forward pass"):
                 self.passes.ensure_held(self._pending, self.batches)
                 hidden = self.passes.forward(live, self._pending)
         except BaseException:
@@ -621,8 +632,9 @@ class Engine:
             raise EngineError(problem)
         adds, self._stats = self._stats is not None, None
         try:
-            with self._explaining("a backward pass"):
+            with self.start_up.phase(FIRST_STEP), self._explaining("a backward pass"):
                 self.passes.backward(live, gradient, adds=adds)
+            self.start_up.end()
         except BaseException:
             # Half-summed gradients must not be applied.
             self.clear_gradients()

@@ -51,12 +51,15 @@ class MemoryUsage:
         device.reset_peak()
         _live.append(weakref.ref(self, _live.remove))
 
-    def add_arena(self, arena: Arena, shares: Mapping[Tier, int]) -> None:
-        """Count an arena; `shares` gives its proportions by tier, several if it is striped."""
+    def add_arena(self, arena: Arena, shares: Mapping[Tier, int], *, pinned: bool = False) -> None:
+        """Count an arena; `shares` gives its proportions by tier, several if it is striped.
+
+        `pinned` says that the arena will be pinned, if it is not yet.
+        """
         nbytes, total = arena.stats.capacity, sum(shares.values())
         self._add({tier: nbytes * share // total for tier, share in shares.items()})
         self._arenas.append((arena.address, nbytes))
-        self.pinned += nbytes if arena.pinned else 0
+        self.pinned += nbytes if pinned or arena.pinned else 0
 
     def add_store(self, store: Store) -> None:
         """Count the disk space that a store has allocated for data."""

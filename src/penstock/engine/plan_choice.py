@@ -244,7 +244,7 @@ def fit_plan(
     Returns the plan, and a sentence for the user about what changed; "" if nothing did. Raises
     InfeasibleError or PlanError if nothing fits.
     """
-    if _is_covered(plan, measured):
+    if is_covered(plan, measured):
         return plan, ""
     needed = None
     with contextlib.suppress(PlanError):  # more than the budget
@@ -310,7 +310,7 @@ def _kept_passes(plan: Plan) -> int:
     return sum(block.kept for block in plan.placement.blocks)
 
 
-def _is_covered(plan: Plan, measured: WorkingMemory) -> bool:
+def is_covered(plan: Plan, measured: WorkingMemory) -> bool:
     """Return whether a plan has the HBM that was measured, in torch's allocator and outside of it.
 
     The margins that a rehearsal adds on a GPU are larger than `NOISE`, so a plan that misses no

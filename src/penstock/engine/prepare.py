@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import inspect
 import json
@@ -19,6 +20,7 @@ from penstock.engine.plan_choice import (
     check_quantize,
     clear_budget_paths,
     fit_plan,
+    is_covered,
     plan_request,
 )
 from penstock.errors import PlanError, SettingsError, UnsupportedModelError
@@ -27,7 +29,7 @@ from penstock.model.inventory import Inventory
 from penstock.optimizer_options import check_known, check_values
 from penstock.packed_weights import Quantization
 from penstock.plan.budget import Budget
-from penstock.plan.memory_cache import keep_measured, memory_key
+from penstock.plan.memory_cache import keep_measured, load_memory, memory_key
 from penstock.plan.plan import Plan
 from penstock.plan.working_memory import WorkingMemory
 from penstock.plan.workload import CallerLoss
@@ -44,9 +46,11 @@ if TYPE_CHECKING:
     from penstock.checkpoint.model_files import ModelFiles
     from penstock.engine.device import Device
     from penstock.engine.engine import Engine, EngineSettings
+    from penstock.engine.host_arenas import HostArenas
     from penstock.engine.loss import LossFunction
     from penstock.engine.optimizer import Grouping
     from penstock.engine.rehearsal import Progress
+    from penstock.engine.startup import StartUp
     from penstock.engine.tier_memory import StoreSettings
     from penstock.engine.transport import Transport
     from penstock.model.adapters import Adapter
@@ -141,6 +145,7 @@ def prepare(
     ranks: Transport | None = None,
     settings: Settings | None = None,
     caller_loss: CallerLoss | None = None,
+    start_up: StartUp | None = None,
     **arguments: Unpack[PrepareSettings],
 ) -> Engine:
     """Build an engine for `model`, and allocate all its memory.
@@ -172,6 +177,8 @@ def prepare(
             this with the same arguments, except for the device. The plan is that of rank 0.
         settings: Settings to start from. By default, every setting has its default.
         caller_loss: For `penstock.stream`, which computes the loss outside of the engine.
+        start_up: Record to add the phases of this call to. By default, a new one, which is
+            `Engine.start_up`.
         **arguments: Settings by name, as `PrepareSettings` describes them: context, batch,
             micro_batch, dtype, moments, clip, steps, lora, quantize, freeze, blocks, deterministic,
             seed, label_smoothing, neftune_noise_alpha, init, model_config, revision,
@@ -181,9 +188,16 @@ def prepare(
     Returns:
         The engine. Use it as a context manager, or call `close`.
     """
-    from penstock.engine.rank_agreement import all_or_none
-    from penstock.engine.transport import SingleRank, check_ranks
-    from penstock.model.live_model import LiveModel
+    from penstock.engine import startup
+
+    start_up = startup.StartUp() if start_up is None else start_up
+    with start_up.phase(startup.IMPORT):
+        import transformers.modeling_utils  # noqa: F401  which takes seconds
+
+        import penstock.engine.engine  # noqa: F401
+        from penstock.engine.rank_agreement import all_or_none
+        from penstock.engine.transport import SingleRank, check_ranks
+        from penstock.model.live_model import LiveModel
 
     if plan is not None and budget is not None:
         raise PlanError(
@@ -199,24 +213,29 @@ def prepare(
         optimizer=optimizer_options, param_groups=param_groups,
         loss=loss, store=store, device=device, sweep_threads=sweep_threads,
         load_weights=load_weights, rehearse=rehearse, progress=progress, ranks=ranks,
+        start_up=start_up,
     )  # fmt: skip
     request = None
     with all_or_none(ranks):
         live = None if isinstance(model, str | Path) else LiveModel(model)
         if live is not None:
             live.check_memory()
-        config, inventory, adapter = _inspect_and_check(model, chosen, load_weights=load_weights)
+        with start_up.phase(startup.SURVEY):
+            config, inventory, adapter = _inspect_and_check(
+                model, chosen, load_weights=load_weights
+            )
         if caller_loss is None:
             _check_head(live)
         else:
             _check_router_loss(config)
         # One rank plans for all: free memory differs between them.
         if plan is None and ranks.rank == 0:
-            plan = choose_plan(
-                inventory, chosen, config=config, budget=budget, machine=machine,
-                accumulate=accumulate, compiled=compiled, own_loss=loss is not None, device=device,
-                adapter=adapter, caller_loss=caller_loss,
-            )  # fmt: skip
+            with start_up.phase(startup.PLAN):
+                plan = choose_plan(
+                    inventory, chosen, config=config, budget=budget, machine=machine,
+                    accumulate=accumulate, compiled=compiled, own_loss=loss is not None,
+                    device=device, adapter=adapter, caller_loss=caller_loss,
+                )  # fmt: skip
         # A plan that was made for budgets may be made again; one that the caller brings may not.
         if isinstance(plan, PlanChoice):
             request, plan = plan.request, plan.plan
@@ -579,6 +598,7 @@ class _EngineOptions:
     rehearse: bool | None
     progress: Progress | None
     ranks: Transport
+    start_up: StartUp
 
 
 def _build_engine(
@@ -590,6 +610,22 @@ def _build_engine(
     settings: Settings,
     options: _EngineOptions,
 ) -> Engine:
+    with contextlib.ExitStack() as opened:
+        return _open_engine(model, config, inventory, plan, request, settings, options, opened)
+
+
+def _open_engine(
+    model: str | Path | LiveModel,
+    config: Any,
+    inventory: Inventory,
+    plan: Plan,
+    request: PlanRequest | None,
+    settings: Settings,
+    options: _EngineOptions,
+    opened: contextlib.ExitStack,
+) -> Engine:
+    """Build the engine. `opened` ends the threads that help with it."""
+    from penstock.engine import startup
     from penstock.engine.device import pick_device
     from penstock.engine.device_memory import (
         check_free_memory,
@@ -597,17 +633,19 @@ def _build_engine(
         use_expandable_segments,
     )
     from penstock.engine.engine import Engine
+    from penstock.engine.host_arenas import HostArenas
     from penstock.engine.rank_agreement import all_or_none
     from penstock.engine.self_check import self_check
     from penstock.model.meta_model import weight_dtype
     from penstock.model.saved_names import SavedNames, names_on_save
 
     use_expandable_segments()
-    ranks = options.ranks
-    with all_or_none(ranks):
+    ranks, start_up = options.ranks, options.start_up
+    with all_or_none(ranks), start_up.phase(startup.MODEL):
         origin = model if isinstance(model, str | Path) else model.model
         model_files = model_files_of(origin, config, inventory, settings)
-        device = pick_device(options.device)
+        with start_up.phase(startup.DEVICE):
+            device = pick_device(options.device)
         check_free_memory(device, plan)
         dtype = weight_dtype(plan.workload.dtype)
         with explain_out_of_memory(device, plan, "the engine"):
@@ -619,17 +657,31 @@ def _build_engine(
             # Before the layers are taken out of the model, and before anything large is allocated.
             # One rank is enough: all have the same model, software and kind of device.
             if settings.model.self_check and ranks.rank == 0:
-                self_check(bare, inventory, plan, device, progress=options.progress)
+                with start_up.phase(startup.SELF_CHECK):
+                    self_check(bare, inventory, plan, device, progress=options.progress)
             split_model = _split_model(bare, inventory, plan, device)
-            measured = _rehearse(plan, inventory, split_model, device, options)
-    key = memory_key(config, inventory, plan.workload, device.name, adapter)
-    plan, plan_change = _fit_plan(plan, request, inventory, measured, key, options)
+            key = memory_key(config, inventory, plan.workload, device.name, adapter)
+            # Several ranks allocate together, after they are connected.
+            host = opened.enter_context(HostArenas(device)) if ranks.world == 1 else None
+            with start_up.phase(startup.REHEARSAL):
+                measured = _rehearse(plan, inventory, split_model, device, key, host, options)
+    with start_up.phase(startup.PLAN):
+        plan, plan_change = _fit_plan(plan, request, inventory, measured, key, options)
+    allocated = 0
+    if host is not None:
+        if plan_change:
+            host.release()
+        with start_up.phase(startup.HOST):
+            allocated = host.wait()
     with all_or_none(ranks):
-        check_free_memory(device, plan)
+        check_free_memory(device, plan, allocated)
     with explain_out_of_memory(device, plan, "the engine"):
         try:
             engine_settings = _engine_settings(settings, options)
-            engine = Engine(plan, inventory, split_model, device, engine_settings, ranks)
+            engine = Engine(
+                plan, inventory, split_model, device, engine_settings, ranks,
+                start_up=start_up, host=host,
+            )  # fmt: skip
         except BaseException as error:
             ranks.abort(error)  # ranks connect while they allocate: the others wait for this one
             raise
@@ -642,7 +694,14 @@ def _build_engine(
                 if options.load_weights or from_files:
                     if options.progress is not None:
                         options.progress(0, 0, "loading weights")
-                    _load_weights(engine, model, config, settings, draw=options.load_weights)
+                    if host is not None:
+                        _start_pinning(host, model, settings, options)
+                    with start_up.phase(startup.WEIGHTS), engine.access.setting_initial_values():
+                        _load_weights(engine, model, config, settings, draw=options.load_weights)
+                if host is not None:
+                    with start_up.phase(startup.PIN):
+                        host.start_pinning()
+                        host.wait_until_pinned()
                 # Loading has found out which weights the adapter belongs to.
                 engine.model_files = replace(model_files, adapter=engine.files.adapter)
         except BaseException:
@@ -770,19 +829,25 @@ def _take_over(live: LiveModel, engine: Engine, dtype: torch.dtype) -> None:
 
 def _rehearse(
     plan: Plan, inventory: Inventory, split_model: SplitModel, device: Device,
-    options: _EngineOptions,
+    key: str, host: HostArenas | None, options: _EngineOptions,
 ) -> WorkingMemory | None:  # fmt: skip
     """Measure what a step needs; return None without a rehearsal.
+
+    If an earlier run has measured that the plan fits, `host` starts to allocate meanwhile.
 
     It runs even if the same was measured before: it compiles the layers, which takes most of its
     time and would otherwise happen in the first step.
     """
+    from penstock.engine.host_arenas import arena_specs
     from penstock.engine.rehearsal import rehearse
     from penstock.plan.buffers import planned_room
 
     on_gpu = device.torch_device.type == "cuda"
     if not (on_gpu if options.rehearse is None else options.rehearse):
         return None
+    earlier = load_memory(key, "measured") if options.loss is None else None
+    if host is not None and earlier is not None and is_covered(plan, earlier):
+        host.start(arena_specs(plan.for_rank(options.ranks.rank)))
     return rehearse(
         split_model,
         plan.workload.stored(inventory),
@@ -793,6 +858,20 @@ def _rehearse(
         loss=options.loss,
         progress=options.progress,
     )
+
+
+def _start_pinning(
+    host: HostArenas, model: str | Path | LiveModel, settings: Settings, options: _EngineOptions
+) -> None:
+    """Pin host memory while weights are read, or before they are copied."""
+    from penstock.engine import startup
+
+    host.start_pinning()
+    # Weights that the CPU reads from files do not need it. Copies from the device do.
+    by_cpu = isinstance(model, str | Path) and settings.model.init == "pretrained"
+    if not by_cpu or settings.model.quantize is not None:
+        with options.start_up.phase(startup.PIN):
+            host.wait_until_pinned()
 
 
 def _engine_settings(settings: Settings, options: _EngineOptions) -> EngineSettings:

@@ -21,6 +21,7 @@ from penstock.engine.allocate import EngineMemory
 from penstock.engine.bounded_executor import BoundedExecutor
 from penstock.engine.device import Device
 from penstock.engine.spans import Span, role_dtype
+from penstock.engine.startup import STATES
 from penstock.errors import EngineError
 from penstock.model.inventory import TensorSpec
 from penstock.model.quantize import dequantized_parts, quantize
@@ -61,6 +62,7 @@ class TensorAccess:
     def __init__(self, memory: EngineMemory) -> None:
         self._memory, self._tiers, self._ranks = memory, memory.tiers, memory.ranks
         blocks = memory.tiers.inventory.blocks
+        self._is_new = False  # whether the tiers hold nothing yet
         self._owner = {t.name: (i, t) for i, b in enumerate(blocks) for t in b.tensors}
 
     @property
@@ -147,9 +149,31 @@ class TensorAccess:
 
     def clear(self, block: int, role: Role) -> None:
         """Set a role to zero. In every format, 8-bit moments included, that means zero bytes."""
-        for stored in self._own_ranges(block, role):
-            with self._opened(block, role, stored, write=True) as span:
-                span.data.zero_()
+        with self._memory.start_up.phase(STATES):
+            for stored in self._own_ranges(block, role):
+                if self._is_new and self._has_zeros(block, role, stored):
+                    continue
+                with self._opened(block, role, stored, write=True) as span:
+                    span.data.zero_()
+
+    @contextmanager
+    def setting_initial_values(self) -> Iterator[None]:
+        """Let `clear` leave memory alone that is zero because it is new.
+
+        Inside the `with` block, every role may be set once, and nothing else may write to a tier.
+        """
+        self._is_new = True
+        try:
+            yield
+        finally:
+            self._is_new = False
+
+    def _has_zeros(self, block: int, role: Role, stored: _StoredRange) -> bool:
+        """Return whether new memory of this kind is zero: pages of the OS, and files are."""
+        if stored.piece is None:
+            return not self._tiers.on_device(block, role)  # torch reuses device memory
+        extent = self._tiers.extent(block, role, stored.piece)
+        return self._memory.store.assume_zeros(extent)
 
     def _has_any(self, block: int, piece: int, trainable: bool | None) -> bool:
         """Return whether a piece on NVMe has such tensors: a piece is trainable, or frozen."""

@@ -17,15 +17,17 @@ from dataclasses import dataclass
 import torch
 
 from penstock.engine.device import Device
+from penstock.engine.host_arenas import HostArenas, Key, allocate_arena, arena_specs, homes
 from penstock.engine.memory_usage import MemoryUsage
 from penstock.engine.spans import Span
+from penstock.engine.startup import HBM, HOST, STORE, StartUp
 from penstock.engine.transport import Transport
 from penstock.memory.arena import Arena
-from penstock.memory.placement import Node, Place, Stripe
+from penstock.memory.placement import Node
 from penstock.model.inventory import Inventory
 from penstock.plan.buffers import activation_slots, micro_nbytes
 from penstock.plan.lifetimes import piece_span
-from penstock.plan.placement import STRIPE_UNIT, Home
+from penstock.plan.placement import Home
 from penstock.plan.plan import Plan
 from penstock.planner.resource_names import ROLE_NAMES
 from penstock.roles import EXTENT, Role
@@ -34,9 +36,6 @@ from penstock.storage.layout import Extent
 from penstock.storage.store import Store, StoreOptions
 from penstock.tiers import Tier
 from penstock.units import round_up
-
-Key = tuple[int, Role]
-"""A block and a role."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +57,7 @@ class TierMemory:
 
     def __init__(
         self, plan: Plan, inventory: Inventory, device: Device, settings: StoreSettings,
-        ranks: Transport,
+        ranks: Transport, *, start_up: StartUp, host: HostArenas | None = None,
     ) -> None:  # fmt: skip
         self.plan, self.inventory, self.device = plan, inventory, device
         self.rank, self._common = ranks.rank, ranks.memory
@@ -70,10 +69,13 @@ class TierMemory:
         self.store: Store | None = None
         self.usage = MemoryUsage(device, plan.context_nbytes)
         # Device and host memory are freed with their tensors. Only the store must be closed.
-        self._allocate_device()
-        self._allocate_host()
+        with start_up.phase(HBM):
+            self._allocate_device()
+        with start_up.phase(HOST):
+            self._allocate_host(host)
         try:
-            self._allocate_disk(settings)
+            with start_up.phase(STORE):
+                self._allocate_disk(settings)
             self._open_peer_weights()
         except BaseException:
             self.close()
@@ -190,46 +192,32 @@ class TierMemory:
     # Allocation.
 
     def _allocate_device(self) -> None:
-        sizes = [(key, home.nbytes) for key, home in self._homes() if _is_on(home, Tier.HBM)]
+        sizes = [(key, home.nbytes) for key, home in homes(self.plan) if _is_on(home, Tier.HBM)]
         whole = self.device.empty(sum(nbytes for _, nbytes in sizes), "resident tensors")
         offset = 0
         for key, nbytes in sizes:
             self._data[key] = whole[offset : offset + nbytes]
             offset += nbytes
 
-    def _allocate_host(self) -> None:
-        """Allocate one arena per memory node, and a separate range for every striped home.
-
-        A stripe distributes pages from the start of its range, so it cannot share an arena. Weights
-        that other ranks read have an arena of their own, which all ranks map.
-        """
-        by_node: dict[tuple[int, bool], list[tuple[Key, Home]]] = {}
-        for key, home in self._homes():
-            nodes = [s.node for s in home.shares if s.node is not None]
-            shared = self._common is not None and key[1] is Role.WEIGHT
-            if len(nodes) > 1:
-                arena = self._arena([(key, home)], _stripe(home), shared)
-                self._data[key] = self._tensor(arena, key, home)
-            elif nodes:
-                by_node.setdefault((nodes[0], shared), []).append((key, home))
-        for (node, shared), members in by_node.items():
-            arena = self._arena(members, Node(node), shared)
-            gradients = [member for member in members if member[0][1] is Role.GRADIENT]
-            if gradients:
-                self._overlay_activations(node, self._allocate_gradients(arena, gradients))
-            for key, home in members:
+    def _allocate_host(self, host: HostArenas | None) -> None:
+        """Allocate the arenas of all memory nodes, or take those that were started before."""
+        specs = arena_specs(self.plan, shares_weights=self._common is not None)
+        pinned = self.device.pinned
+        if host is None:
+            arenas = [allocate_arena(spec, pinned=pinned) for spec in specs]
+        else:
+            arenas = host.take(specs)
+        for spec, arena in zip(specs, arenas, strict=True):
+            self.usage.add_arena(arena, _bytes_by_tier(spec.members[0][1]), pinned=pinned)
+            if spec.shared:
+                self._shared.append((arena, [key for key, _ in spec.members]))
+            gradients = [member for member in spec.members if member[0][1] is Role.GRADIENT]
+            if gradients and isinstance(spec.place, Node):
+                whole = self._allocate_gradients(arena, gradients)
+                self._overlay_activations(spec.place.id, whole)
+            for key, home in spec.members:
                 if key not in self._data:
                     self._data[key] = self._tensor(arena, key, home)
-
-    def _arena(self, members: list[tuple[Key, Home]], place: Place, shared: bool) -> Arena:
-        nbytes, pinned = sum(home.nbytes for _, home in members), self.device.pinned
-        if shared:
-            arena = Arena.shared(nbytes, place, pinned)
-            self._shared.append((arena, [key for key, _ in members]))
-        else:
-            arena = Arena(nbytes, place, pinned)
-        self.usage.add_arena(arena, _bytes_by_tier(members[0][1]))
-        return arena
 
     def _open_peer_weights(self) -> None:
         """Map the weights of all other ranks, which are laid out like those of this one."""
@@ -307,7 +295,7 @@ class TierMemory:
     def _disk_nbytes(self) -> dict[str, int]:
         """Return the bytes that the plan stores on each NVMe path that it uses."""
         used: Counter[str] = Counter()
-        for _, home in self._homes():
+        for _, home in homes(self.plan):
             for share in home.shares:
                 used[share.path] += share.nbytes if share.path else 0
         return {path.path: used[path.path] for path in self.plan.budget.nvme if used[path.path]}
@@ -315,7 +303,7 @@ class TierMemory:
     def _disk_extents(self) -> Iterator[tuple[tuple[int, Role, int], int]]:
         """Yield (block, role, piece or micro-batch) and size of everything on NVMe."""
         plan = self.plan
-        for (block, role), home in self._homes():
+        for (block, role), home in homes(self.plan):
             if not _is_on(home, Tier.NVME):
                 continue
             if role is Role.ACTIVATION:
@@ -331,14 +319,6 @@ class TierMemory:
                 if elements:
                     yield (block, kept, piece), self.formats.at_rest(role, elements)
 
-    def _homes(self) -> Iterator[tuple[Key, Home]]:
-        """Yield every home that takes memory or disk space of its own."""
-        overlaid = self.plan.overlaid_activations()
-        for index, block in enumerate(self.plan.placement.blocks):
-            for home in block.homes:
-                if home.nbytes and (index, home.role) not in overlaid:
-                    yield (index, home.role), home
-
     def _is_in(self, block: int, role: Role, tier: Tier) -> bool:
         home = self.plan.placement.blocks[block].home(role)
         return home is not None and _is_on(home, tier)
@@ -353,13 +333,3 @@ def _bytes_by_tier(home: Home) -> dict[Tier, int]:
     for share in home.shares:
         nbytes[share.tier] = nbytes.get(share.tier, 0) + share.nbytes
     return nbytes
-
-
-def _stripe(home: Home) -> Stripe:
-    """Return a stripe with weights in whole units per node.
-
-    Weights of more than 1000 units in total are scaled down to about 1000.
-    """
-    units = {s.node: -(-s.nbytes // STRIPE_UNIT) for s in home.shares if s.node is not None}
-    scale = max(1.0, sum(units.values()) / 1000)
-    return Stripe({node: max(1, round(count / scale)) for node, count in units.items()})

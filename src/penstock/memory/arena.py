@@ -18,6 +18,7 @@ from penstock.memory.region import (
     allocate_region,
     check_nbytes,
     create_memory_file,
+    pin_region,
 )
 from penstock.memory.residency import Residency, residency
 from penstock.units import format_bytes, parse_bytes
@@ -172,6 +173,10 @@ class Arena:
     def pinned(self) -> bool:
         """Whether the memory is registered with CUDA, so that copies run at full speed."""
         return self._native.region.pin is _native.Pin.registered
+
+    def pin(self) -> None:
+        """Register the memory with CUDA, as `pinned=True` does. It may be in use meanwhile."""
+        pin_region(self._native.region)
 
     def where(self) -> Residency:
         """Count the pages of the whole range per node, used or not."""

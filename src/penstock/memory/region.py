@@ -116,7 +116,7 @@ def allocate_region(
     except OSError as error:
         raise _explain(error, wanted, options.huge, system) from None
     if options.pinned:
-        _pin(region)
+        pin_region(region)
     return region
 
 
@@ -298,7 +298,7 @@ def _call(error: OSError) -> str:
     return str(error.strerror).split(":")[0]
 
 
-def _pin(region: _native.Region) -> None:
+def pin_region(region: _native.Region) -> None:
     """Register the range with CUDA, or lock it in memory if there is no GPU.
 
     If locking fails, warn only: the memory stays pageable, and results are the same.

@@ -74,6 +74,7 @@ class Store:
         self._extents: dict[str, Extent] = {}
         self._used = 0
         self._checksums: dict[str, _native.Checksums | None] = {}
+        self._written: set[str] = set()  # names of extents that a write was started for
         self._ledger = TransferLedger()
         self._registered: list[object] = []
         # Runs when the store is garbage-collected or the interpreter exits without close(). It
@@ -147,6 +148,23 @@ class Store:
     ) -> StoreTicket:
         """Start to write `buffer` to the extent. Do not modify it until the ticket is done."""
         return self._start("write", extent, buffer, offset, nbytes)
+
+    def assume_zeros(self, extent: Extent) -> bool:
+        """Let an extent that was never written be read as zeros, if its disks have zeros there.
+
+        Return False if they may have something else, or if the extent was written: write zeros
+        then. New files have zeros, and reading them does not even reach the disk. Raw devices have
+        what their last user left.
+        """
+        with self._lock_open():
+            if self._extents.get(extent.name) is not extent:
+                raise ValueError(f"{extent.name} is not an extent of this store")
+            if extent.name in self._written or not all(v.is_new for v in self._files.volumes):
+                return False
+            checksums = self._checksums[extent.name]
+            if checksums is not None:
+                checksums.note_zeros()
+            return True
 
     def wait_any(
         self, tickets: Iterable[StoreTicket], timeout: float | None = None
@@ -269,6 +287,8 @@ class Store:
                 raise ValueError(f"{extent.name} is not an extent of this store")
             self._ledger.remove_finished()
             self._ledger.check(verb, extent, offset, length)
+            if verb == "write":
+                self._written.add(extent.name)
             transfer = self._native.start(
                 verb == "write", address, pieces, self._checksums[extent.name]
             )

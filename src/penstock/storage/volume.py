@@ -66,6 +66,8 @@ class Volume:
     is_device: bool
     reserved: int = 0
     """Bytes of data allocated on the disk."""
+    is_new: bool = False
+    """Whether the bytes are those of a new file: zeros, except where the store has written."""
 
     @property
     def fd(self) -> int:
@@ -225,7 +227,7 @@ def _create_file(path: Path, uuid: UUID) -> Volume:
         raise
     block = logical_block(device_number(os.fstat(file.fd).st_dev))
     file.alignment = max(MIN_ALIGNMENT, block)
-    return Volume(path=str(path), data_path=str(data), file=file, is_device=False)
+    return Volume(path=str(path), data_path=str(data), file=file, is_device=False, is_new=True)
 
 
 def _claim_device(path: str | Path, *, erase: bool) -> Volume:

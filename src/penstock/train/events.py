@@ -1,8 +1,9 @@
 """Events of a run, and the listeners that print, log or record them.
 
-An event is a plain mapping with its kind under `event`: `plan`, `note`, `eval`, `sample`, `step`,
-`skipped`, `save`, `stopped` or `done`. With `--json`, each event except a note is one line on
-standard output. Programs read these lines and metrics.jsonl, so names must not change.
+An event is a plain mapping with its kind under `event`: `plan`, `note`, `eval`, `sample`,
+`start_up`, `step`, `skipped`, `save`, `stopped` or `done`. With `--json`, each event except a note
+is one line on standard output. Programs read these lines and metrics.jsonl, so names must not
+change.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.checkpoint import errors as checkpoint_errors
 from penstock.checkpoint.errors import CheckpointExistsError
 from penstock.durable_files import name_file
+from penstock.engine.startup import EVALUATION
 from penstock.errors import BatchError, NonFiniteLossError, PenstockError
 from penstock.io_retries import take_counts
 from penstock.records import to_json
@@ -95,7 +96,8 @@ class TrainingLoop:
         with self._watchdog, explain_host_out_of_memory(), explained:
             self._engine.on_progress = self._report_step_progress
             if not self._run.resumed:
-                self._evaluate_and_sample()
+                with engine.start_up.phase(EVALUATION):
+                    self._evaluate_and_sample()
             while not self._at_end and not self._leader.stop_requested:
                 self._take_step()
                 self._save_if_due()
@@ -115,6 +117,7 @@ class TrainingLoop:
 
     def _take_step(self) -> None:
         started = time.monotonic()
+        is_first = not self._engine.start_up.complete
         position = self._batches.position
         batch = next(self._batches)
         rate = self._scheduler.get_last_lr()[0]
@@ -124,6 +127,11 @@ class TrainingLoop:
         except (BatchError, NonFiniteLossError):
             self._save_before_bad_batch(batch, position)
             raise
+        if is_first:
+            start_up = self._engine.start_up
+            self._listeners.emit(
+                "start_up", seconds=round(start_up.seconds, 3), phases=start_up.by_name()
+            )
         metrics: dict[str, Any] = {
             "step": self._batches.step,
             "loss": float(loss),

@@ -25,6 +25,9 @@ LINE_SECONDS = 10.0
 
 REFRESH_PER_SECOND = 8
 
+SHORT_PHASE = 0.1
+"""Phases of a start that take fewer seconds are not shown."""
+
 SMOOTHING = 0.2
 """Weight of the newest step in the moving average of step times."""
 
@@ -230,6 +233,8 @@ def format_event(event: Event, steps: int) -> str:
                 f"step {event['step']}/{steps} skipped: loss or gradient not finite; "
                 f"the loss scale is now {event['loss_scale']:g}"
             )
+        case "start_up":
+            return format_start_up(event)
         case "eval":
             smoothing = event.get("label_smoothing")
             how = f" (with label smoothing {smoothing:g})" if smoothing else ""
@@ -251,6 +256,13 @@ def format_event(event: Event, steps: int) -> str:
         case "note":
             return str(event["text"])
     return ""
+
+
+def format_start_up(event: Event) -> str:
+    """Say how long the run took to the end of its first step, and what took most of it."""
+    long = {name: s for name, s in event["phases"].items() if s >= SHORT_PHASE}
+    phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in long.items())
+    return f"first step done after {event['seconds']:.1f} s" + (f": {phases}" if phases else "")
 
 
 def format_usage(usage: Mapping[str, int]) -> str:

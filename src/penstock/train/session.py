@@ -21,6 +21,7 @@ from penstock.checkpoint.training_state import STATE
 from penstock.data.errors import PositionError, SourceError
 from penstock.durable_files import name_file
 from penstock.engine.plan_choice import PlanChoice, check_budget
+from penstock.engine.startup import DATA, IMPORT, PLAN, SURVEY, WEIGHTS, StartUp
 from penstock.errors import PlanError, SettingsError
 from penstock.planner.plan_view import plan_json
 from penstock.rank_place import STARTED
@@ -113,6 +114,7 @@ def _train(
     group: RankGroup,
     leader: RankLeader,
 ) -> int:
+    start_up = StartUp.of_process()
     check_trackers(settings.logging.log)
     if settings.schedule.lr == 0:
         raise SettingsError("lr", "must be greater than 0: no step would change a weight, got 0")
@@ -124,7 +126,7 @@ def _train(
         listeners.add(JsonLines())
     with name_file(settings.checkpoint.out):
         directory = OutputDirectory(settings.checkpoint.out, resume=resume)
-    context = _Session(directory, listeners, view, group, leader)
+    context = _Session(directory, listeners, view, group, leader, start_up)
     try:
         with contextlib.ExitStack() as opened:
             _check_shared(settings, directory.path, leader)
@@ -156,6 +158,7 @@ class _Session:
     view: View
     group: RankGroup
     leader: RankLeader
+    start_up: StartUp
 
 
 def _check_ranks(settings: Settings, group: RankGroup) -> None:
@@ -252,11 +255,16 @@ def _open_run(
         resume.check_formats(settings)
         settings = keep_model(settings, resume, listeners.note)
         settings = resume.with_recorded_sizes(settings)
-    model = load_model(settings, resume.checkpoint.path if resume else None)
+    start_up = session.start_up
+    with start_up.phase(IMPORT):
+        import transformers.modeling_utils  # noqa: F401  which takes seconds
+    with start_up.phase(SURVEY):
+        model = load_model(settings, resume.checkpoint.path if resume else None)
     if resume is not None:
         check_tensors(settings, model.inventory, resume)
     try:
-        settings, data = load_data(settings, model, listeners.note, view.show_work)
+        with start_up.phase(DATA):
+            settings, data = load_data(settings, model, listeners.note, view.show_work)
     except SourceError as wrong:
         if resume is not None and _is_missing(wrong.source):
             flag = "--data" if wrong.source in settings.data.data else "--eval-data"
@@ -271,7 +279,8 @@ def _open_run(
     if session.group.world > 1:
         listeners.note(describe_ranks(session.group))
     machines = session.group.place.machines
-    choice, remarks = choose_plan(settings, model, batches.steps, resume, machines)
+    with start_up.phase(PLAN):
+        choice, remarks = choose_plan(settings, model, batches.steps, resume, machines)
     _report_plan(choice, batches.steps, listeners, view)
     for remark in (*remarks, *_describe_short_run(settings, batches.steps)):
         listeners.note(remark)
@@ -338,13 +347,14 @@ def _prepare_engine(
     with explain_host_out_of_memory(), named_by(settings.memory.plan or "", PlanError):
         engine = prepare(
             model.source, plan=choice, settings=settings, progress=view.show_work,
-            ranks=group.transport, device=group.device, **arguments,
+            ranks=group.transport, device=group.device, start_up=session.start_up, **arguments,
         )  # fmt: skip
         try:
             with all_or_none(group.transport):
                 if resume is not None:
                     view.show_work(0, 0, "loading weights")
-                    engine.read(resume.checkpoint.path, on_difference=changes.extend)
+                    with session.start_up.phase(WEIGHTS):
+                        engine.read(resume.checkpoint.path, on_difference=changes.extend)
         except BaseException:
             engine.close()
             raise
