@@ -223,7 +223,8 @@ def test_cells_have_unique_names_and_fit_into_a_call() -> None:
     found = list(cells())
     assert len({cell.name for cell in found}) == len(found)
     assert {cell.part for cell in found} <= set(PARTS)
-    assert all(cell.seconds < 570 for cell in found)
+    # A whole step at 524,288 tokens takes longer, and has to be called with a larger --limit.
+    assert [cell.name for cell in found if cell.seconds >= 570] == ["8b-1x524288"]
 
 
 def test_the_environment_overrides_the_commit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,8 @@ def test_skipped_products_change_no_bit(
     skipped = list[int]()
 
     def blank(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        skipped.append(x.numel())
+        if unneeded_outputs._current.skips:
+            skipped.append(x.numel())
         return x.new_full((*x.shape[:-1], weight.shape[0]), float("nan"))
 
     monkeypatch.setattr(unneeded_outputs, "_output_like", blank)

@@ -62,11 +62,21 @@ def test_a_transposed_input_has_the_bits_of_a_contiguous_one() -> None:
     assert all(map(torch.equal, results(module, x), expected))
 
 
+def test_what_a_product_returns_can_be_changed_in_place() -> None:
+    module, x = linear(), torch.randn(2, 5, 24)
+    expected = torch.autograd.grad(module(x).mul(2.0).sum(), module.weight)
+    skip_products([module])
+
+    out = module(x).mul_(2.0)
+
+    assert torch.equal(torch.autograd.grad(out.sum(), module.weight)[0], expected[0])
+
+
 @pytest.fixture
 def no_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fail at a matrix product, and return what cannot be mistaken for a result."""
 
-    def refuse(*_: Any) -> Any:
+    def refuse(*_: Any, **__: Any) -> Any:
         raise AssertionError("a product was computed")
 
     def blank(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -117,9 +127,9 @@ def test_only_the_wanted_gradients_are_computed(monkeypatch: pytest.MonkeyPatch)
     skip_products([module])
     plain = torch.mm
 
-    def counted(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    def counted(a: torch.Tensor, b: torch.Tensor, **into: Any) -> torch.Tensor:
         products.append(b.shape)
-        return plain(a, b)
+        return plain(a, b, **into)
 
     monkeypatch.setattr(torch, "mm", counted)
     x = torch.randn(5, 24, requires_grad=True)

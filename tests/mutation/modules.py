@@ -69,7 +69,7 @@ NEEDS_HARDWARE: dict[str, tuple[str, ...]] = {
     "src/penstock/model/varlen_attention.py": ("_forward", "_backward"),
     "src/penstock/engine/loss.py": ("_cross_entropy",),
     # Stripes over several memory nodes, which `make test-vm` tests.
-    "src/penstock/engine/tier_memory.py": ("_stripe",),
+    "src/penstock/engine/host_arenas.py": ("_stripe",),
 }  # fmt: skip
 """Functions and constants that matter only with a GPU or other hardware; not in the sample."""
 

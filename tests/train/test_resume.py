@@ -12,6 +12,7 @@ import pytest
 from penstock.checkpoint.manifest import Checkpoint, Manifest
 from penstock.checkpoint.training_state import TrainingState
 from penstock.distributed.rank_group import single_rank
+from penstock.engine.startup import StartUp
 from penstock.engine.transport import SingleRank
 from penstock.plan.budget import Budget, PathBudget
 from penstock.plan.workload import Numerics
@@ -74,7 +75,7 @@ def test_an_engine_whose_checkpoint_cannot_be_read_is_closed(
     monkeypatch.setattr("penstock.engine.prepare.prepare", lambda *_, **__: engine)
     any_of: Any = SimpleNamespace(source="model", show_work=lambda *_: None)
     leader = RankLeader(SingleRank(), StopRequest())
-    run = session._Session(any_of, any_of, any_of, single_rank(), leader)
+    run = session._Session(any_of, any_of, any_of, single_rank(), leader, StartUp())
 
     with pytest.raises(OSError, match="cannot be read"):
         session._prepare_engine(Settings(), any_of, any_of, resume_point(), run, [])

@@ -54,11 +54,13 @@ def skipping_unneeded() -> Iterator[None]:
 
 @torch.library.custom_op("penstock::project", mutates_args=())
 def _project(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    if _current.skips:
-        blank: torch.Tensor = _output_like(x, weight)
-        return blank
-    # The product that torch's linear computes, with its shapes, so that it has the same bits.
-    return torch.mm(_flat(x), weight.t()).view(*x.shape[:-1], weight.shape[0])
+    made: torch.Tensor = _output_like(x, weight)
+    if not _current.skips:
+        # The product that torch's linear computes, with its shapes, so that it has the same bits.
+        # Written in place: what is returned must not be a view, to which torch refuses to add in
+        # place. The layers of Llama 4 add the output of their experts to that of a linear module.
+        torch.mm(_flat(x), weight.t(), out=made.view(-1, weight.shape[0]))
+    return made
 
 
 @_project.register_fake
