@@ -114,7 +114,9 @@ def measure_engine(
             start_up=record,
         )
         start_up = time.perf_counter() - began
-        print(f"ready after {start_up:.1f} s; tiers {engine.tiers()}", flush=True)
+        print(
+            f"ready after {start_up:.1f} s: {record.by_name()}; tiers {engine.tiers()}", flush=True
+        )
         seconds, losses = run_steps(engine.step, batches(config, args))
         print(format_start_up({"seconds": record.seconds, "phases": record.by_name()}), flush=True)
         timeline = summarize_timeline(engine.timeline())

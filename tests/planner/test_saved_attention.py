@@ -19,7 +19,7 @@ from penstock.plan.plan import Plan
 from penstock.plan.schedule import Operation, Verb
 from penstock.plan.traffic import step_traffic
 from penstock.plan.workload import CallerLoss, Workload
-from penstock.planner import QUICK, PlanResult, make_plan
+from penstock.planner import QUICK, PlanResult, make_plan, saved_attention
 from penstock.planner.candidate import Candidate, Location
 from penstock.planner.cost import StepTimer
 from penstock.planner.cost.compute import ComputeTime
@@ -122,6 +122,32 @@ def test_budgets_hold_to_the_byte_and_saving_never_makes_steps_slower(
         for block in plan.placement.blocks
     )
     assert dict(plan.parts(Tier.HBM)).get(ATTENTION_SLOT, 0) == (each if leaves else 0)
+
+
+@pytest.mark.parametrize(("context", "place"), [(2048, None), (65536, Location.DRAM)])
+def test_results_go_to_host_memory_only_for_a_gain_that_shows(
+    context: int, place: Location | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In host memory, copies cost time that is not in the cost model."""
+    workload = attended(context, 65536 // context)
+    evaluator, candidate = evaluator_of(workload)
+    monkeypatch.setattr(saved_attention, "most_saved", without_hbm)
+
+    found = save_attention(evaluator, candidate, exact=False)
+    monkeypatch.setattr(saved_attention, "GAIN_OUTSIDE", 0.9999)
+    eager = save_attention(evaluator, candidate, exact=False)
+
+    assert set(found.attention[1:-1]) == ({place} if place else set())
+    assert Location.DRAM in eager.attention, "it would be faster, as far as the cost model knows"
+    if place is None:
+        assert evaluator.score(eager) > saved_attention.GAIN * 0.98 * evaluator.score(candidate)
+
+
+def without_hbm(
+    evaluator: PlanEvaluator, base: Candidate, layers: list[int], place: Location
+) -> Candidate:
+    """Save as much as fits outside HBM, and nothing in it."""
+    return base if place is Location.HBM else most_saved(evaluator, base, layers, place)
 
 
 @pytest.mark.parametrize("why", ["sdpa", "earlier numerics", "no attention", "own loss"])

@@ -30,7 +30,12 @@ SHARES = (0.5, 0.75)
 link."""
 
 GAIN = 0.999
-"""A candidate that saves results must be faster than the one without by this factor."""
+"""A candidate that saves results in HBM must be faster than the one without by this factor."""
+
+GAIN_OUTSIDE = 0.98
+"""The same for results in host memory. They pass through one slot, so the thread that launches
+kernels waits in every layer until the thread that offloads has issued its copy. The cost model does
+not count that: a step that was to gain 0.5 % took longer (docs/decisions/0125)."""
 
 EXACT_CHECKS = 4
 """Number of candidates to check to the byte."""
@@ -44,14 +49,22 @@ def save_attention(evaluator: PlanEvaluator, candidate: Candidate, *, exact: boo
     """
     if not evaluator.workload.may_save_attention or not _layers(evaluator):
         return candidate
-    enough = GAIN * evaluator.score(candidate)
+    without = evaluator.score(candidate)
     tried: set[Candidate] = set()
     for base in _bases(candidate, evaluator) if exact else (candidate,):
         tried.update(_saved(evaluator, base))
-    faster = sorted((each for each in tried if evaluator.score(each) < enough), key=evaluator.score)
+    faster = sorted(
+        (each for each in tried if evaluator.score(each) < _gain(each) * without),
+        key=evaluator.score,
+    )
     if not exact:
         return faster[0] if faster else candidate
     return _first_that_fits(evaluator, candidate, faster[:EXACT_CHECKS])
+
+
+def _gain(candidate: Candidate) -> float:
+    """Return by which factor a candidate must be faster than the one that saves nothing."""
+    return GAIN_OUTSIDE if any(place in PLACES for place in candidate.attention) else GAIN
 
 
 def _layers(evaluator: PlanEvaluator) -> list[int]:
@@ -128,6 +141,7 @@ def _first_that_fits(
     for candidate in candidates:
         needed = evaluator.total_nbytes(candidate)
         fits = all(needed[tier] <= evaluator.capacity(tier) for tier in needed)
-        if fits and evaluator.exact_score(candidate) < GAIN * evaluator.exact_score(without):
+        enough = _gain(candidate) * evaluator.exact_score(without)
+        if fits and evaluator.exact_score(candidate) < enough:
             return candidate
     return without
