@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from penstock.data import items as data_items
@@ -296,6 +296,8 @@ def as_documents(items: list[Item]) -> list[str]:
 
 
 @settings(max_examples=100, deadline=None)
+@example(text="     ", piece=4, stop=0)
+@example(text="     \f          a \f      ", piece=4, stop=1)
 @given(
     text=st.text(st.sampled_from("ab é日\n\f"), max_size=200),
     piece=st.integers(4, 40),

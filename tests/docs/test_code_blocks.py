@@ -7,6 +7,7 @@ is `<!-- test: skip, because REASON -->`. Blocks of a page share their variables
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
 import shlex
 import shutil
@@ -138,9 +139,36 @@ def test_python_of_a_page_runs(
     if name == "lora.md":
         peft = pytest.importorskip("peft")
         variables |= {"get_peft_model": peft.get_peft_model, "LoraConfig": peft.LoraConfig}
-    for skipped, language, text in blocks(page):
-        if language == "python" and not skipped:
-            exec(compile(smaller(text), page.name, "exec"), variables)
+    with closing_streamed_models(monkeypatch):
+        for skipped, language, text in blocks(page):
+            if language == "python" and not skipped:
+                exec(compile(smaller(text), page.name, "exec"), variables)
+
+
+@contextlib.contextmanager
+def closing_streamed_models(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Close the models that a page streams and leaves open, as the end of its process would.
+
+    Their engines would count as memory of this process in tests that follow.
+    """
+    import penstock
+
+    streamed: list[Any] = []
+    original = penstock.stream
+
+    def stream(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        model, optimizer = original(*args, **kwargs)
+        streamed.append(model)
+        return model, optimizer
+
+    with monkeypatch.context() as patch:
+        patch.setattr(penstock, "stream", stream)
+        try:
+            yield
+        finally:
+            for model in streamed:
+                if hasattr(model, "close"):  # not closed by the page itself
+                    model.close()
 
 
 @pytest.mark.parametrize(("name", "at"), [("train.md", 0), ("from-axolotl.md", 1)])

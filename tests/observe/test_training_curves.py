@@ -42,6 +42,23 @@ def test_metrics_are_read_next_to_the_recording(tmp_path: Path) -> None:
     assert read_curves(tmp_path / "elsewhere") is None
 
 
+def test_the_load_of_experts_has_plots(tmp_path: Path) -> None:
+    loads = {"expert_load_max": 3.5, "expert_load_min": 0.25, "idle_experts": 2}
+    events = [{"event": "step", "step": n, "loss": 2.0, **loads} for n in (1, 2)]
+    lines = "".join(json.dumps(event) + "\n" for event in events)
+    (tmp_path / "metrics.jsonl").write_text(lines)
+
+    curves = read_curves(tmp_path)
+
+    assert curves is not None
+    plots = {plot.id: plot for plot in curves.other_plots()}
+    assert plots.keys() == {"expert-load", "idle-experts"}
+    drawn = draw_plot(plots["expert-load"], PhaseIndex([]))
+    assert "the busiest" in drawn
+    assert "the least busy" in drawn
+    assert curves.idle_experts == ((1, 2.0), (2, 2.0))
+
+
 def test_a_curve_of_any_length_is_drawn() -> None:
     one = TrainingCurves(((1.0, 2.0),))
     flat = TrainingCurves(((1.0, 0.0), (2.0, 0.0)))

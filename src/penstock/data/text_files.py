@@ -19,16 +19,24 @@ class TextFile(FileSource):
 
     def read(self, position: SourceOffset) -> Iterator[Item]:
         offset, number = position.offset, position.number
+        # Blank pieces at the beginning of a document, until it has some text. A document without
+        # any, however long, is none.
+        blank: list[Item] = []
+        is_blank = False
         with open_data(self.path, max(0, offset - 1)) as file:
             opens = offset == 0 or file.read(1) == b"\f"
             for piece, is_last in _pieces(file):
                 start, offset, number = offset, offset + len(piece), number + 1
                 closes = is_last or piece.endswith(b"\f")
                 text = self._decode(piece.removesuffix(b"\f"), start)
-                if text.strip() or not (opens and closes):
-                    where = f"{self.name}, byte {start}"
-                    after = SourceOffset(offset, number)
-                    yield Item(where, {"text": text}, after, "", opens, closes, is_text=True)
+                where, after = f"{self.name}, byte {start}", SourceOffset(offset, number)
+                item = Item(where, {"text": text}, after, "", opens, closes, is_text=True)
+                is_blank = (opens or is_blank) and not text.strip()
+                if is_blank:
+                    blank = [item] if opens else [*blank, item]
+                else:
+                    yield from (*([] if opens else blank), item)
+                    blank = []
                 opens = closes
 
     def _decode(self, piece: bytes, start: int) -> str:

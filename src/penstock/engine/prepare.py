@@ -689,19 +689,7 @@ def _open_engine(
         engine.files.adapter, engine.files.saved_names = adapter_files, saved_names
         try:
             with all_or_none(ranks):
-                # Checkpoints have no frozen weights of a model with an adapter.
-                from_files = adapter_files is not None and isinstance(model, str | Path)
-                if options.load_weights or from_files:
-                    if options.progress is not None:
-                        options.progress(0, 0, "loading weights")
-                    if host is not None:
-                        _start_pinning(host, model, settings, options)
-                    with start_up.phase(startup.WEIGHTS), engine.access.setting_initial_values():
-                        _load_weights(engine, model, config, settings, draw=options.load_weights)
-                if host is not None:
-                    with start_up.phase(startup.PIN):
-                        host.start_pinning()
-                        host.wait_until_pinned()
+                _load_and_pin(engine, host, model, config, settings, options)
                 # Loading has found out which weights the adapter belongs to.
                 engine.model_files = replace(model_files, adapter=engine.files.adapter)
         except BaseException:
@@ -710,6 +698,28 @@ def _open_engine(
     if not isinstance(model, str | Path):
         _take_over(model, engine, dtype)
     return engine
+
+
+def _load_and_pin(
+    engine: Engine, host: HostArenas | None, model: str | Path | LiveModel, config: Any,
+    settings: Settings, options: _EngineOptions,
+) -> None:  # fmt: skip
+    """Give the engine its weights, if it gets them here, and pin host memory meanwhile."""
+    from penstock.engine import startup
+
+    # Checkpoints have no frozen weights of a model with an adapter.
+    from_files = engine.files.adapter is not None and isinstance(model, str | Path)
+    if options.load_weights or from_files:
+        if options.progress is not None:
+            options.progress(0, 0, "loading weights")
+        if host is not None:
+            _start_pinning(host, model, settings, options)
+        with options.start_up.phase(startup.WEIGHTS), engine.access.setting_initial_values():
+            _load_weights(engine, model, config, settings, draw=options.load_weights)
+    if host is not None:
+        with options.start_up.phase(startup.PIN):
+            host.start_pinning()
+            host.wait_until_pinned()
 
 
 def _split_model(bare: nn.Module, inventory: Inventory, plan: Plan, device: Device) -> SplitModel:

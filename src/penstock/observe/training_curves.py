@@ -18,7 +18,10 @@ from penstock.observe.series import Point
 METRICS_FILE = "metrics.jsonl"
 """File in the output directory of a training that has the metrics of each step."""
 
-_FIELDS = ("loss", "grad_norm", "lr", "seconds", "tokens_per_second")
+_FIELDS = (
+    *("loss", "grad_norm", "lr", "seconds", "tokens_per_second"),
+    *("expert_load_max", "expert_load_min", "idle_experts"),
+)
 """Fields of a step that are read."""
 
 
@@ -32,6 +35,11 @@ class TrainingCurves:
     lr: tuple[Point, ...] = ()
     seconds: tuple[Point, ...] = ()
     tokens_per_second: tuple[Point, ...] = ()
+    expert_load_max: tuple[Point, ...] = ()
+    """The most tokens of an expert, relative to the mean of its layer."""
+    expert_load_min: tuple[Point, ...] = ()
+    idle_experts: tuple[Point, ...] = ()
+    """Number of experts without a token."""
 
     @property
     def step_seconds(self) -> float | None:
@@ -65,7 +73,13 @@ class TrainingCurves:
             _plot("grad-norm", "Gradient norm before clipping", "number", {"norm": self.grad_norm}),
             _plot("lr", "Learning rate", "number", {"learning rate": self.lr}),
             _plot("step-seconds", "Step time", "seconds", {"step time": self.seconds}),
-        )
+            _plot(
+                "expert-load", "Tokens of an expert, relative to the mean of its layer", "number",
+                {"the busiest": self.expert_load_max, "the least busy": self.expert_load_min},
+            ),
+            _plot("idle-experts", "Experts without a token", "number",
+                  {"idle experts": self.idle_experts}),
+        )  # fmt: skip
         return [plot for plot in plots if plot is not None]
 
 
