@@ -203,11 +203,13 @@ def unneeded(layer: nn.Module, *others: str) -> set[str]:
         (lambda x, y: x + y.clamp(-1e9, 1e9), set()),
         (lambda x, y: x + y.nan_to_num(), set()),
         (lambda x, y: x + torch.where(y > 1e3, 2 * y, y), set()),
+        (lambda x, y: x + torch.where(y > 1e30, 2 * y, y), set()),
+        (lambda x, y: x + torch.where(y < -1e30, 2 * y, y), set()),
         (lambda x, y: x + y if y.isfinite().all() else x, set()),
         (lambda x, y: x + y if y.detach().sum() < 100 else 1 / 0, set()),
     ],
     ids=["sum", "scaled", "slice", "norm", "relu", "gate", "clamp", "nan_to_num", "large values",
-         "looks at values", "fails"],
+         "huge values", "huge negative values",         "looks at values", "fails"],
 )  # fmt: skip
 def test_an_output_is_unneeded_if_no_gradient_depends_on_it(use: Any, found: set[str]) -> None:
     assert unneeded(Layer(use)) == found

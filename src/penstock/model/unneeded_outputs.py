@@ -24,8 +24,9 @@ from typing import Any
 import torch
 from torch import nn
 
-POISONS = (float("nan"), 0.0, 1e4)
-"""Values that take the place of an output to see whether a gradient depends on it."""
+POISONS = (float("nan"), float("inf"), float("-inf"), 0.0, 1e4)
+"""Values that take the place of an output to see whether a gradient depends on it. Memory that
+nobody has written may hold any value, so there must be none that code could treat differently."""
 
 
 class _Current(threading.local):

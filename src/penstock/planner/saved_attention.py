@@ -35,7 +35,7 @@ GAIN = 0.999
 GAIN_OUTSIDE = 0.98
 """The same for results in host memory. They pass through one slot, so the thread that launches
 kernels waits in every layer until the thread that offloads has issued its copy. The cost model does
-not count that: a step that was to gain 0.5 % took longer (docs/decisions/0125)."""
+not count that. A step that was to gain 0.3 % had a longer forward pass (docs/decisions/0125)."""
 
 EXACT_CHECKS = 4
 """Number of candidates to check to the byte."""
