@@ -62,6 +62,11 @@ void bind_formats(nb::module_& m) {
       .value("fp32", MomentType::fp32)
       .value("bf16", MomentType::bf16)
       .value("int8", MomentType::int8);
+  nb::enum_<Part>(m, "SweepPart")
+      .value("all", Part::all)
+      .value("weights", Part::weights)
+      .value("moments", Part::moments)
+      .value("checked", Part::checked);
   m.attr("SWEEP_LEAF") = kLeaf;
   m.attr("SWEEP_LANES") = kLanes;
   m.attr("SWEEP_MOMENT_BLOCK") = kMomentBlock;
@@ -144,16 +149,17 @@ void bind_pool(nb::module_& m) {
       .def(
           "sweep",
           [](Pool& pool, std::vector<Segment> segments, Rule rule, GradType grad, MasterType master,
-             MomentType moments, bool stats, const std::string& isa,
-             bool beside) -> std::shared_ptr<SegmentJob> {
+             MomentType moments, bool stats, const std::string& isa, bool beside,
+             Part part) -> std::shared_ptr<SegmentJob> {
             auto job = std::make_shared<SweepJob>(
-                std::move(segments), SweepFormat{rule, grad, master, moments}, stats, isa_of(isa));
+                std::move(segments), SweepFormat{rule, grad, master, moments, part}, stats,
+                isa_of(isa));
             pool.start(job, beside);
             return job;
           },
           nb::arg("segments"), nb::arg("rule"), nb::arg("grad"), nb::arg("master"),
           nb::arg("moments"), nb::arg("stats"), nb::arg("isa") = "", nb::arg("beside") = false,
-          NoGil())
+          nb::arg("part") = Part::all, NoGil())
       .def("stats", &start<StatsJob>, nb::arg("segments"), nb::arg("grad"), nb::arg("isa") = "",
            NoGil())
       .def("mix", &start<MixJob>, nb::arg("segments"), nb::arg("grad"), nb::arg("isa") = "",

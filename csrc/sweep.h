@@ -27,6 +27,7 @@ struct SweepFormat {
   GradType grad = GradType::bf16;
   MasterType master = MasterType::split;
   MomentType moments = MomentType::fp32;
+  Part part = Part::all;  // other parts for AdamW only
 };
 
 // Consecutive elements of one tensor. The memory must stay valid until the job is done.

@@ -53,6 +53,22 @@ float* read(const SweepKernels& k, const Moment& moment, MomentType type, std::s
   return buffer;
 }
 
+SweepKernels::Step step_of(const SweepKernels& k, const SweepFormat& format) noexcept {
+  const auto grad = static_cast<std::size_t>(format.grad);
+  const auto master = static_cast<std::size_t>(format.master);
+  switch (format.part) {
+    case Part::all:
+      break;
+    case Part::weights:
+      return k.weights[grad][master];
+    case Part::moments:
+      return k.moments[grad];
+    case Part::checked:
+      return k.checked[grad][master];
+  }
+  return k.step[static_cast<std::size_t>(format.rule)][grad][master];
+}
+
 }  // namespace
 
 SweepJob::SweepJob(std::vector<Segment> segments, SweepFormat format, bool stats, Isa isa)
@@ -75,19 +91,21 @@ void SweepJob::run(const Piece& here, SweepResult& into) noexcept {
 std::size_t SweepJob::step_tile(const Segment& on, std::size_t begin,
                                 std::size_t count) const noexcept {
   const SweepKernels& k = kernels();
-  const auto [rule, grad, master, moments] = format_;
+  const auto [rule, grad, master, moments, part] = format_;
   const bool two = k.two_moments[static_cast<std::size_t>(rule)];
   const Moment first = moment_at(on.first, on.first_bases, moments, begin);
   const Moment second = moment_at(on.second, on.second_bases, moments, begin);
   Buffers buffers;
   float* m = read(k, first, moments, count, k.decode_first, buffers.first);
   float* v = two ? read(k, second, moments, count, k.decode_second, buffers.second) : nullptr;
-  const auto step = k.step[static_cast<std::size_t>(rule)][static_cast<std::size_t>(grad)]
-                          [static_cast<std::size_t>(master)];
-  const std::size_t bad =
-      step({plus(on.grad, begin * grad_bytes(grad)), plus(on.weight, begin * weight_bytes(master)),
-            plus(on.rest, begin * rest_bytes(master)), m, v, count},
-           on.by);
+  // A pass over the moments has no use for the masters, which somebody may read meanwhile.
+  const bool masters = part != Part::moments;
+  const std::size_t bad = step_of(k, format_)(
+      {plus(on.grad, begin * grad_bytes(grad)),
+       masters ? plus(on.weight, begin * weight_bytes(master)) : nullptr,
+       masters ? plus(on.rest, begin * rest_bytes(master)) : nullptr, m, v, count},
+      on.by);
+  if (part == Part::weights) return bad;
   if (moments == MomentType::bf16 || moments == MomentType::int8) {
     k.draw({on.key, on.first_index + begin}, buffers.random, count);
   }

@@ -149,15 +149,23 @@ void mix(const std::uint16_t* __restrict grad, std::uint16_t* __restrict weight,
 
 }  // namespace
 
-#define PENSTOCK_STEPS(rule, grad)                                          \
-  {step_tile<rule, grad, SplitMaster>, step_tile<rule, grad, SingleMaster>, \
-   step_tile<rule, grad, HalfMaster>}
-#define PENSTOCK_RULE(rule) \
-  {PENSTOCK_STEPS(rule, Bf16Grad), PENSTOCK_STEPS(rule, Fp16Grad), PENSTOCK_STEPS(rule, Fp32Grad)}
+#define PENSTOCK_STEPS(rule, grad, part)                                                \
+  {step_tile<rule, grad, SplitMaster, part>, step_tile<rule, grad, SingleMaster, part>, \
+   step_tile<rule, grad, HalfMaster, part>}
+#define PENSTOCK_RULE(rule, part)                                               \
+  {PENSTOCK_STEPS(rule, Bf16Grad, part), PENSTOCK_STEPS(rule, Fp16Grad, part), \
+   PENSTOCK_STEPS(rule, Fp32Grad, part)}
 
 extern const SweepKernels sweep_kernels;
 const SweepKernels sweep_kernels{
-    {PENSTOCK_RULE(AdamWRule), PENSTOCK_RULE(SgdRule), PENSTOCK_RULE(LionRule)},
+    {PENSTOCK_RULE(AdamWRule, Part::all), PENSTOCK_RULE(SgdRule, Part::all),
+     PENSTOCK_RULE(LionRule, Part::all)},
+    PENSTOCK_RULE(AdamWRule, Part::weights),
+    // The master is not used, so its type does not matter.
+    {step_tile<AdamWRule, Bf16Grad, SplitMaster, Part::moments>,
+     step_tile<AdamWRule, Fp16Grad, SplitMaster, Part::moments>,
+     step_tile<AdamWRule, Fp32Grad, SplitMaster, Part::moments>},
+    PENSTOCK_RULE(AdamWRule, Part::checked),
     {AdamWRule::kTwoMoments, SgdRule::kTwoMoments, LionRule::kTwoMoments},
     {stats_of<Bf16Grad>, stats_of<Fp16Grad>, stats_of<Fp32Grad>},
     draw,

@@ -32,6 +32,13 @@ struct Coefficients {
   float look = 0;    // SGD: 1 for Nesterov momentum, else 0
 };
 
+// Which results of a step are written. Weights and moments can be updated in two passes over the
+// same gradient: Part::weights, then Part::moments, give the bits of Part::all. A pass over the
+// moments does not read the masters, so it does not know which elements were refused. Where there
+// are any, Part::checked finds them as the first pass did: they have kept their master. (It would
+// also find an element whose master, near the largest float, overflows only the second time.)
+enum class Part { all, weights, moments, checked };
+
 // Position of a tile in the random numbers of stochastic rounding. It does not depend on threads or
 // chunks.
 struct Draw {
@@ -71,6 +78,11 @@ struct SweepKernels {
                            std::size_t count) noexcept;
 
   Step step[kRules][kGrads][kMasters];
+  // AdamW in two passes (see Part). Other rules may add the master to the gradient, which the
+  // second pass would find changed.
+  Step weights[kGrads][kMasters];
+  Step moments[kGrads];
+  Step checked[kGrads][kMasters];
   bool two_moments[kRules];  // whether a rule has a second moment
   Stats stats[kGrads];
   void (*draw)(Draw at, std::uint32_t* random, std::size_t count) noexcept;

@@ -120,10 +120,17 @@ struct Kept {
   kept->second = second;
 }
 
-template <class Rule, class Grad, class Master>
+template <class Rule, class Grad, class Master, Part part>
 inline std::size_t step_some(const typename Grad::Stored* grad, typename Master::Weight* weight,
                              typename Master::Rest* rest, float* first, float* second,
                              const Coefficients& by) {
+  if constexpr (part == Part::moments) {
+    const Elements old{Floats{}, load<Floats>(first), load<Floats>(second)};
+    const Elements next = Rule::step(old, Grad::many(grad), by);
+    store(first, next.first);
+    store(second, next.second);
+    return kWide;
+  }
   const Elements old{Master::read(weight, rest), load<Floats>(first),
                      Rule::kTwoMoments ? load<Floats>(second) : Floats{}};
   Elements next = Rule::step(old, Grad::many(grad), by);
@@ -135,9 +142,9 @@ inline std::size_t step_some(const typename Grad::Stored* grad, typename Master:
     next = {kept.master, kept.first, kept.second};
     bad = kept.bad;
   }
-  Master::write(next.master, weight, rest);
-  store(first, next.first);
-  if constexpr (Rule::kTwoMoments) store(second, next.second);
+  if constexpr (part != Part::checked) Master::write(next.master, weight, rest);
+  if constexpr (part != Part::weights) store(first, next.first);
+  if constexpr (part != Part::weights && Rule::kTwoMoments) store(second, next.second);
   return bad;
 }
 
@@ -147,7 +154,7 @@ inline void copy(T* to, const T* from, std::size_t count) {
 }
 
 // The last few elements, through a buffer of a whole vector.
-template <class Rule, class Grad, class Master>
+template <class Rule, class Grad, class Master, Part part>
 inline std::size_t step_rest(const Tile& on, std::size_t at, const Coefficients& by) {
   typename Grad::Stored grad[kWide] = {};
   typename Master::Weight weight[kWide] = {};
@@ -162,12 +169,12 @@ inline std::size_t step_rest(const Tile& on, std::size_t at, const Coefficients&
   };
   copy(grad, static_cast<const typename Grad::Stored*>(on.grad) + at, count);
   move([&](auto* here, auto* there) { copy(here, there ? there + at : there, count); });
-  const std::size_t bad = step_some<Rule, Grad, Master>(grad, weight, rest, first, second, by);
+  const std::size_t bad = step_some<Rule, Grad, Master, part>(grad, weight, rest, first, second, by);
   move([&](auto* here, auto* there) { copy(there ? there + at : there, here, count); });
   return bad < count ? at + bad : on.count;
 }
 
-template <class Rule, class Grad, class Master>
+template <class Rule, class Grad, class Master, Part part>
 std::size_t step_tile(const Tile& on, const Coefficients& given) noexcept {
   const Coefficients by = given;
   const auto* grad = static_cast<const typename Grad::Stored*>(on.grad);
@@ -178,17 +185,19 @@ std::size_t step_tile(const Tile& on, const Coefficients& given) noexcept {
   std::size_t i = 0;
   for (; i + kWide <= on.count; i += kWide) {
     prefetch(grad + i, kWide);
-    prefetch(weight + i, kWide);
-    prefetch(rest + i, kWide);
+    if constexpr (part != Part::moments) {
+      prefetch(weight + i, kWide);
+      prefetch(rest + i, kWide);
+    }
     prefetch(first + i, kWide);
     prefetch(second + i, kWide);
-    const std::size_t here =
-        step_some<Rule, Grad, Master>(grad + i, weight + i, rest + i, first + i, second + i, by);
+    const std::size_t here = step_some<Rule, Grad, Master, part>(grad + i, weight + i, rest + i,
+                                                                 first + i, second + i, by);
     if (here < kWide && bad == on.count) [[unlikely]]
       bad = i + here;
   }
   if (i < on.count) {
-    const std::size_t here = step_rest<Rule, Grad, Master>(on, i, by);
+    const std::size_t here = step_rest<Rule, Grad, Master, part>(on, i, by);
     if (bad == on.count) bad = here;
   }
   return bad;

@@ -187,6 +187,12 @@ class MomentType(Enum):
     bf16 = 2
     int8 = 3
 
+class SweepPart(Enum):
+    all = 0
+    weights = 1
+    moments = 2
+    checked = 3
+
 class Coefficients:
     def __init__(
         self,
@@ -258,6 +264,7 @@ class SweepPool:
         stats: bool,
         isa: str = "",
         beside: bool = False,
+        part: SweepPart = ...,
     ) -> SweepJob: ...
     def stats(self, segments: Sequence[Segment], grad: GradType, isa: str = "") -> SweepJob: ...
     def mix(self, segments: Sequence[Segment], grad: GradType, isa: str = "") -> SweepJob: ...

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 from penstock import _native
-from penstock.errors import NonFiniteMasterError
+from penstock.errors import NonFiniteMasterError, SweepInputError
 from penstock.optim import reference, rules
 from penstock.optim.rules import RuleName
 from penstock.optim.sweep import LEAF, Pool, grad_stats, start
@@ -61,6 +62,62 @@ def test_every_format_gives_the_specified_bits(
                     ticket.wait()
                 assert failed.value.index == refused
             assert same(state, expected), (isa, step)
+
+
+@pytest.mark.parametrize("moments", MOMENTS)
+@pytest.mark.parametrize("grad_dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("weight", FLOATS, ids=str)
+def test_weights_and_then_moments_give_the_bits_of_one_sweep(
+    weight: torch.dtype, grad_dtype: torch.dtype, moments: str, pools: dict[int, Pool]
+) -> None:
+    n, by = 2 * LEAF + 701, RULES["adamw"]
+    expected = state_of(n, "adamw", weight, moments)
+    states = {isa: copy_of(expected) for isa in _native.isa_names()}
+    for step in (1, 2):
+        grad, before = rough_grad(n, grad_dtype, step), copy_of(expected)
+        reference.sweep("adamw", expected, grad, by, key=77)
+        halfway = {
+            role: (before if role.startswith(("first", "second")) else expected)[role]
+            for role in before
+        }
+        for isa, state in states.items():
+            segments = split_segments(state, grad, by, [LEAF])
+            start("adamw", segments, pool=pools[3], isa=isa, part="weights").wait()
+            assert same(state, halfway), (isa, step)
+            start("adamw", segments, pool=pools[3], isa=isa, part="moments").wait()
+            assert same(state, expected), (isa, step)
+
+
+@pytest.mark.parametrize("moments", MOMENTS)
+def test_refused_elements_keep_their_moments_in_two_sweeps(
+    moments: str, pools: dict[int, Pool]
+) -> None:
+    n, by = LEAF + 13, replace(RULES["adamw"], rate=1e3)
+    expected = state_of(n, "adamw", torch.float16, moments)
+    expected["rest"][3::50] = 65504.0  # the largest weight, which this step would exceed
+    grad = rough_grad(n, torch.bfloat16, 1)
+    grad[3::50] = -1.0
+    state = copy_of(expected)
+    assert reference.sweep("adamw", expected, grad, by, key=77) == 3
+
+    segments = split_segments(state, grad, by, [])
+    swept = start("adamw", segments, pool=pools[3], part="weights")
+    assert swept.refused
+    with pytest.raises(NonFiniteMasterError):
+        swept.wait()
+    start("adamw", segments, pool=pools[3], part="moments", after_refusal=True).wait()
+
+    assert same(state, expected)
+
+
+def test_only_adamw_without_l2_can_be_swept_in_two_parts() -> None:
+    state, grad = state_of(64, "lion", torch.bfloat16, "fp32"), rough_grad(64, torch.bfloat16, 1)
+    with pytest.raises(SweepInputError, match="only AdamW"):
+        start("lion", split_segments(state, grad, RULES["lion"], []), part="weights")
+    state = state_of(64, "adamw", torch.bfloat16, "fp32")
+    by = replace(RULES["adamw"], l2=0.1)
+    with pytest.raises(SweepInputError, match="sweep all of it at once"):
+        start("adamw", split_segments(state, grad, by, []), part="moments")
 
 
 @pytest.mark.parametrize("moments", MOMENTS)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -41,6 +42,17 @@ _RULE = {
     "adamw": _native.Rule.adamw,
     "sgd": _native.Rule.sgd,
     "lion": _native.Rule.lion,
+}
+
+
+Part = Literal["all", "weights", "moments"]
+"""What a sweep updates. Of AdamW, a sweep over the weights and a later one over the moments, with
+the same gradient and coefficients, give the bits of one sweep over all."""
+
+_PART = {
+    "all": _native.SweepPart.all,
+    "weights": _native.SweepPart.weights,
+    "moments": _native.SweepPart.moments,
 }
 
 
@@ -94,8 +106,15 @@ class SweepTicket:
     can outlive the engine's memory, for example in the traceback of an error.
     """
 
-    def __init__(self, job: _native.SweepJob, segments: Sequence[Segment], stats: bool) -> None:
-        self._job, self._has_stats = job, stats
+    def __init__(
+        self,
+        job: _native.SweepJob,
+        segments: Sequence[Segment],
+        stats: bool,
+        *,
+        reports: bool = True,
+    ) -> None:
+        self._job, self._has_stats, self._reports = job, stats, reports
         self._segments: tuple[Segment, ...] | None = tuple(segments)
         self._refused: tuple[str, int] | None = None
 
@@ -122,6 +141,12 @@ class SweepTicket:
             raise NonFiniteMasterError(*self._refused)
         return read_stats(self._job) if self._has_stats else None
 
+    @property
+    def refused(self) -> bool:
+        """Whether an element was refused. Valid once finished."""
+        self.settle()
+        return self._refused is not None
+
     def settle(self) -> None:
         # Several threads may get here. Each works on its own reference to the segments and finds
         # the same refused element, so it does not matter which of them clears the field first.
@@ -129,7 +154,7 @@ class SweepTicket:
         if segments is None:
             return
         self._job.wait()
-        if (bad := self._job.bad_master) is not None:
+        if self._reports and (bad := self._job.bad_master) is not None:
             segment = segments[bad[0]]
             self._refused = segment.name, segment.first_index + bad[1]
         self._segments = None
@@ -143,6 +168,8 @@ def start(
     stats: bool = False,
     isa: str = "",
     independent: bool = False,
+    part: Part = "all",
+    after_refusal: bool = False,
 ) -> SweepTicket:
     """Start one step. With `stats`, also compute the gradients' norm, without extra traffic.
 
@@ -152,6 +179,10 @@ def start(
     The caller checks whether gradients are finite, with `grad_stats` or on the GPU. Here, an
     infinity counts as the largest usable gradient. An element whose weight would not be finite
     keeps its state, and `wait` reports it.
+
+    With a `part`, only the weights and masters are updated, or only the moments. The latter does
+    not read the weights. Pass `after_refusal` if the sweep over the weights refused an element:
+    then it does, to find these elements again and leave their moments as they are.
     """
     pool = default_pool() if pool is None else pool
     if not segments:
@@ -164,8 +195,14 @@ def start(
             f"{hit[1]} of {segments[hit[0]].name}",
             f"shares memory with {hit[3]} of {segments[hit[2]].name}; each needs its own memory",
         )
-    job = pool.native.sweep(native, *code, stats, isa, beside=independent)
-    return SweepTicket(job, segments, stats)
+    if part != "all":
+        _check_part(rule, segments, part)
+    which = _PART[part]
+    if part == "moments" and after_refusal:
+        which = _native.SweepPart.checked
+    job = pool.native.sweep(native, *code, stats, isa, beside=independent, part=which)
+    # A sweep over moments refuses nothing: the one over the weights has reported what it refused.
+    return SweepTicket(job, segments, stats, reports=part != "moments")
 
 
 def grad_stats(
@@ -207,6 +244,23 @@ def _check_all(rule: RuleName, segments: Sequence[Segment]) -> _Kind:
                 f"{segments[0].weight.dtype}; all segments of a job must have the same format",
             )
     return kinds[0]
+
+
+def _check_part(rule: RuleName, segments: Sequence[Segment], part: Part) -> None:
+    """Raise SweepInputError unless weights and moments can be updated one after the other."""
+    if part not in _PART:
+        raise SweepInputError("part", f"must be one of {', '.join(_PART)}, got {part!r}")
+    if rule != "adamw":
+        raise SweepInputError(
+            "part", f"is {part!r}, but only AdamW updates weights and moments in two sweeps"
+        )
+    for segment in segments:
+        if segment.by.l2:
+            raise SweepInputError(
+                segment.name,
+                "has weight decay that is added to the gradient, so its moments depend on the "
+                "weights as they were before the update; sweep all of it at once",
+            )
 
 
 def _check(rule: RuleName, s: Segment) -> _Kind:
