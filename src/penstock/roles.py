@@ -83,6 +83,12 @@ PASSING = (Role.ACTIVATION, Role.ATTENTION)
 TRAINED = (Role.WEIGHT, *STATE, Role.GRADIENT)
 """Roles that a trainable parameter needs memory for."""
 
+WEIGHTS = (Role.WEIGHT, Role.MASTER)
+"""Roles that a sweep of the weights alone updates."""
+
+MOMENTS = (Role.FIRST, Role.SECOND)
+"""Roles that a sweep of the moments alone updates."""
+
 
 class WeightFormat(NamedTuple):
     """How a weight and its fp32 master weight are stored, in bytes per parameter."""

@@ -5,8 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from penstock.engine import gradients
 from penstock.engine.device import pick_device
-from penstock.engine.gradients import GradientSums, add_in_order, differentiate
+from penstock.engine.gradients import (
+    KERNEL_ELEMENTS,
+    GradientSums,
+    add_in_order,
+    differentiate,
+)
 from penstock.roles import Formats
 from tests.support.engines import inventory, tiny_config
 
@@ -116,3 +122,34 @@ def test_a_tensor_that_a_micro_batch_does_not_use_changes_no_sum() -> None:
         assert torch.equal(
             total.view(torch.int32), torch.full_like(total, before).view(torch.int32)
         )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_kernel_adds_with_the_bits_of_torch(dtype: torch.dtype, fresh: bool) -> None:
+    """Values over all octaves, denormal ones and infinities among them; no multiple of a block."""
+    count = KERNEL_ELEMENTS + 4097
+    drawn = torch.Generator(device="cuda").manual_seed(3)
+    bits = torch.randint(-(1 << 31), 1 << 31, (count,), generator=drawn, device="cuda")
+    total = bits.int().view(torch.float32)
+    gradient = bits.short().view(dtype).roll(1)
+    wanted = gradient.float() if fresh else total + gradient.float()
+    assert gradients._has_kernel(total, gradient)
+
+    add_in_order(total, [gradient], fresh=fresh)
+
+    numbers = ~wanted.isnan()
+    assert int(numbers.sum()) > count // 2
+    assert torch.equal(total[numbers].view(torch.int32), wanted[numbers].view(torch.int32))
+    assert torch.equal(total.isnan(), ~numbers)
+
+
+@pytest.mark.gpu
+def test_small_and_transposed_gradients_are_added_by_torch() -> None:
+    total = torch.zeros(1024, 2048, device="cuda")
+    gradient = torch.ones(2048, 1024, dtype=torch.bfloat16, device="cuda").T
+
+    assert gradients._has_kernel(total, gradient.contiguous())
+    assert not gradients._has_kernel(total, gradient)
+    assert not gradients._has_kernel(total[:10], gradient[:10].contiguous())

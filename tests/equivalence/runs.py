@@ -151,6 +151,20 @@ HYBRID = (
 """Ways in which states in DRAM pass through HBM and are swept there."""
 
 
+LATE = (
+    Way("moments updated in backward", ("dddd",), {"late": True}),
+    Way("moments updated in backward, activations in HBM", ("dddh",), {"late": True}, threads=2),
+    Way("some moments updated in backward", ("dddd", "hhhh", "dddh"),
+        {"late": True, "slots": 3, "ahead": 2, "kept": (0, 1, 2)}, threads=1),
+    Way("moments in DRAM updated in backward, others on disk", ("dddd", "nnnn", "dndd"),
+        {"late": True, "piece": 4096}),
+    Way("two rounds, moments updated in backward", ("dddd",), {"late": True, "rounds": 2}),
+    Way("moments updated in backward, next to sweeps on the GPU", ("dddd",),
+        {"late": True, "gpu_swept": (1, 2), "gpu_piece": 4096}),
+)  # fmt: skip
+"""Ways in which the CPU updates the weights before forward and the moments in backward."""
+
+
 @dataclass(frozen=True)
 class Result:
     """The result of a run."""

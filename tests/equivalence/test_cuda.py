@@ -37,6 +37,11 @@ PLANS = {
         ("dddd", "dddd", "hhhh", "nnnn", "dddd"),
         {"gpu_swept": (0, 4), "gpu_piece": 8192, "piece": 8192, "kept": (0, 2, 0)},
     ),
+    "moments updated in backward": ("dddd", {"late": True}),
+    "some moments updated in backward": (
+        ("dddd", "hhhh", "dddh", "dddd", "dddd"),
+        {"late": True, "gpu_swept": (3,), "gpu_piece": 8192, "kept": (0, 2, 0)},
+    ),
     "all on disk, three rounds": ("nnnn", {"piece": 8192, "rounds": 3, "slots": 4, "ahead": 2}),
 }
 
@@ -84,7 +89,10 @@ def test_compressed_moments_give_the_same_bits_under_every_plan(
     moments: str, tmp_path: Path
 ) -> None:
     wanted = train("llama", "resident", tmp_path, moments=moments)
-    for name in ("dram", "all on disk", "two rounds", "swept on the GPU", "some swept on the GPU"):
+    for name in (
+        *("dram", "all on disk", "two rounds", "swept on the GPU", "some swept on the GPU"),
+        "moments updated in backward",
+    ):
         found = train("llama", name, tmp_path, moments=moments)
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), name
 
@@ -98,7 +106,7 @@ def test_fp32_gives_the_same_bits_under_every_plan(how: dict[str, Any], tmp_path
     wanted = train("llama", "resident", tmp_path, dtype="fp32", **how)
     for name in (
         *("dram", "split", "all on disk", "two rounds", "streamed, some kept"),
-        "swept on the GPU",
+        *("swept on the GPU", "some moments updated in backward"),
     ):
         found = train("llama", name, tmp_path, dtype="fp32", **how)
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), name

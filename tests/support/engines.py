@@ -170,6 +170,7 @@ def make_plan_of(
     gpu_swept: Sequence[int] = (),
     gpu_piece: int | None = None,
     interleaved: bool = False,
+    late: bool = False,
     machine: Machine | None = None,
 ) -> Plan:
     """Return a plan with the given placement.
@@ -180,7 +181,8 @@ def make_plan_of(
     has the number of micro-batches that each layer keeps, and `attention` a letter for each layer:
     where the results of its attention are saved, or - if they are computed again. `gpu_swept` has
     the numbers of blocks in DRAM whose states pass through HBM, in pieces of `gpu_piece` elements.
-    With `interleaved`, sweeps of blocks in DRAM run between the pieces of blocks on NVMe.
+    With `interleaved`, sweeps of blocks in DRAM run between the pieces of blocks on NVMe. With
+    `late`, the moments of blocks in DRAM are updated in backward.
     """
     if machine is None:
         machine = cpu_machine(discover())
@@ -197,7 +199,9 @@ def make_plan_of(
     by_block = (0, *kept, 0) if kept else ()
     swept = frozenset(i for i in gpu_swept if model.blocks[i].parameters(True))
     saved = (None, *(_LETTERS.get(letter) for letter in attention), None) if attention else ()
-    candidate = Candidate(tuple(blocks), rounds, slots, ahead, by_block, swept, saved, interleaved)
+    candidate = Candidate(
+        tuple(blocks), rounds, slots, ahead, by_block, swept, saved, interleaved, late
+    )
     return plan_result(evaluator, candidate).plan
 
 

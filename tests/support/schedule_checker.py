@@ -107,7 +107,8 @@ def cases(draw: st.DrawFn) -> tuple[PlanEvaluator, Candidate]:
             draw(st.sampled_from(ATTENTION)) if block.kind == "layer" else None
             for block in evaluator.inventory.blocks
         ),
-        interleaved=draw(st.booleans()),
+        interleaved=(interleaved := draw(st.booleans())),
+        late=not interleaved and evaluator.inventory.shards == 1 and draw(st.booleans()),
     )
     return evaluator, candidate
 

@@ -1085,7 +1085,7 @@ class Engine:
         wanted = {
             (op.block, op.piece) for op in self._programs["sweep"].operations if op.verb == "sweep"
         }
-        return wanted <= pending.done
+        return wanted <= pending.done and not pending.late
 
     def _explaining(self, what: str) -> AbstractContextManager[None]:
         return explain_out_of_memory(self.device, self.plan, what)

@@ -12,9 +12,13 @@ from dataclasses import dataclass, field
 from penstock.engine.spans import Span
 from penstock.model.inventory import Inventory
 from penstock.optim.rules import Coefficients, RuleName, draw_key
-from penstock.optim.sweep import Segment
+from penstock.optim.sweep import Part, Segment, SweepTicket
 from penstock.optim.tensor_rules import TensorUpdate
-from penstock.roles import Role
+from penstock.plan.schedule import Operation
+from penstock.roles import MOMENTS, WEIGHTS, Role
+
+Swept = tuple[int, int | None]
+"""A block, and a piece of it, or None for the whole block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +31,28 @@ class PendingUpdate:
     """Of those tensors, with the clipping scale included."""
     keys: Mapping[str, int]
     """Per tensor, the key of its stochastic rounding."""
-    done: set[tuple[int, int | None]] = field(default_factory=set)
+    done: set[Swept] = field(default_factory=set)
     """Blocks and pieces whose sweep has been started. A step that fails waits for its sweeps, so
     after any step they have ended."""
+    late: dict[Swept, SweepTicket] = field(default_factory=dict)
+    """Those of them whose moments are still to be updated, each with the sweep of its weights. Only
+    the lane of the sweeps touches it while a step runs."""
     whole: Mapping[str, TensorUpdate] = field(default_factory=dict)
     """Updates of the tensors that are updated as a whole."""
     updated: set[str] = field(default_factory=set)
     """Those of them whose update has been issued."""
+
+    def part_to_sweep(self, operation: Operation) -> Part | None:
+        """Return what a sweep on the CPU has to update; None if earlier ones have done it.
+
+        An earlier step may have failed between the sweep of the weights and that of the moments.
+        """
+        key = (operation.block, operation.piece)
+        if operation.roles == MOMENTS or (key in self.done and operation.roles != WEIGHTS):
+            return "moments" if key in self.late else None
+        if key in self.done:
+            return None
+        return "weights" if operation.roles == WEIGHTS else "all"
 
 
 def draw_keys(inventory: Inventory, seed: int, step: int) -> dict[str, int]:

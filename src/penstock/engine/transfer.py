@@ -109,7 +109,8 @@ class Mover:
         self._wait_on_host(step, at)
         pending = step.pending
         assert pending is not None
-        if (op.block, op.piece) in pending.done:
+        part = pending.part_to_sweep(op)
+        if part is None:
             # An earlier step swept this block and failed later: nothing is left to do, and nothing
             # appears in the timeline.
             del step.started[at]
@@ -123,13 +124,21 @@ class Mover:
         with self._sweep_lock:
             if step.tickets.failed is not None:  # perhaps nobody waits for sweeps any more
                 raise StoppedError
-            # Each sweep of a step has a block or a piece of its own, so they share no memory.
+            # Each sweep of a step has a block or a piece of its own, so they share no memory. Only
+            # the two parts of a divided sweep do, and the second has waited for the first.
+            key = (op.block, op.piece)
+            refused = part == "moments" and pending.late[key].refused
             ticket = sweep.start(
-                pending.rule, segments, pool=self._memory.sweep_pool, independent=True
-            )
+                pending.rule, segments, pool=self._memory.sweep_pool, independent=True, part=part,
+                after_refusal=refused,
+            )  # fmt: skip
             self._sweeps.append(ticket)
-            pending.done.add((op.block, op.piece))
-            step.swept_on_cpu.add((op.block, op.piece))
+            pending.done.add(key)
+            step.swept_on_cpu.add(key)
+            if part == "weights":
+                pending.late[key] = ticket
+            elif part == "moments":
+                del pending.late[key]
         step.tickets.post(at, ticket)
 
     def _update_tensors(

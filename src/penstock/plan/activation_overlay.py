@@ -7,6 +7,10 @@ own backward, which comes before the backward of every earlier block. So the inp
 the gradients of earlier blocks, and needs no memory of its own. The same is true of what attention
 returned, which exists from the block's own forward to its own backward.
 
+A block whose moments are updated in backward (`BlockPlacement.late_moments`) needs its gradient
+until then, so nothing is stored in its memory, nor in the gradients that follow it on the node:
+what is overlaid is contiguous.
+
 With several rounds, or when calls accumulate gradients, gradients exist all the time and nothing
 can be overlaid.
 """
@@ -52,6 +56,7 @@ def overlaid_activations(
         return overlaid
     available: dict[int | None, int] = {}  # by node: bytes of earlier blocks' gradients
     used: dict[int | None, int] = {}
+    closed: set[int | None] = set()  # nodes with a gradient that is in use all the time
     for index, block in enumerate(blocks):
         for role in PASSING:
             share = _only_share(block.home(role))
@@ -62,7 +67,9 @@ def overlaid_activations(
                     used[share.node] = offset + share.nbytes
         # Only later blocks may use this block's gradient, so it is added last.
         share = _only_share(block.home(Role.GRADIENT))
-        if share is not None:
+        if share is not None and block.late_moments:
+            closed.add(share.node)
+        elif share is not None and share.node not in closed:
             available[share.node] = available.get(share.node, 0) + share.nbytes
     return overlaid
 

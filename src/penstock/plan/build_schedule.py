@@ -10,7 +10,7 @@ from penstock.model.inventory import Inventory
 from penstock.plan.placement import Placement
 from penstock.plan.placement_index import Passes, PlacementIndex, WeightWindow
 from penstock.plan.schedule import Operation, Phase, Schedule, Verb
-from penstock.roles import TRAINED, Role
+from penstock.roles import MOMENTS, TRAINED, WEIGHTS, Role
 
 
 def step_schedule(
@@ -138,6 +138,8 @@ class _ScheduleBuilder:
         self.index = index
         self.pending, self.fetches, self.adds = pending, fetches, adds
         self.backward = passes in ("step", "backward")
+        self.divides_sweeps = passes == "step" and fetches
+        """Whether moments may be updated later than weights, in the backward pass that follows."""
         self.keeps_activations = passes == "step"
         """Whether the forward pass stores activations for a backward pass."""
         self.held: frozenset[int] = frozenset()
@@ -152,6 +154,8 @@ class _ScheduleBuilder:
         """Last computation of each block."""
         self.swept: dict[int, tuple[int, ...]] = {}
         """Sweeps of each block."""
+        self.late: dict[int, int] = {}
+        """Sweep of the moments of each block whose weights were swept before."""
         self.updated: dict[int, tuple[int, ...]] = {}
         """What has updated the weights of each block that is resident in HBM."""
         self.summed: dict[int, int] = {}
@@ -204,6 +208,8 @@ class _ScheduleBuilder:
     def pass_backward(self, round: int) -> None:
         """Append the head and backward through all other blocks."""
         self.head(round)
+        if round == 0:
+            self.sweep_moments()
         self.offload_gradient(self.index.count - 1, round)
         self.layers_backward(round)
 
@@ -325,14 +331,26 @@ class _ScheduleBuilder:
         else:
             # Updates of whole tensors share a workspace, so all of them are on one lane.
             gpu = side == "gpu" and not self.index.whole_tensors
-            swept = self.emit(Verb.SWEEP, block, TRAINED, "forward", gpu=gpu)
-            self.swept[block] = (swept,)
+            late = self.divides_sweeps and self.index.has_late_moments(block)
+            roles = WEIGHTS if late else TRAINED
+            self.swept[block] = (self.emit(Verb.SWEEP, block, roles, "forward", gpu=gpu),)
         if self.index.weight_in_hbm(block) or self.index.is_split(block):
             # A rank has swept its own shard of the weights, and computes with all of them.
             self.updated[block] = self.swept[block]
             if self.index.ranks > 1:
                 self.updated[block] = (self.gather(block, "forward", 0, self.swept[block]),)
         return True
+
+    def sweep_moments(self) -> None:
+        """Append the sweeps of moments, in the order in which backward replaces the gradients.
+
+        They follow all sweeps of weights on their lane, so they never delay a forward pass.
+        """
+        for block in reversed(self.swept):
+            if self.operations[self.swept[block][0]].roles == WEIGHTS:
+                self.late[block] = self.emit(
+                    Verb.SWEEP, block, MOMENTS, "backward", after=self.swept[block]
+                )
 
     def sweep_staged(self, block: int, staged: tuple[Role, ...]) -> tuple[int, ...]:
         """Append the sweep of a block that passes through staging, and return its indices.
@@ -467,7 +485,10 @@ class _ScheduleBuilder:
     def offload_gradient(self, block: int, round: int) -> None:
         """Append the offload of a block's gradient, unless it is stored in HBM."""
         if self.gradient_leaves(block):
-            self.offload(block, Role.GRADIENT, "backward", round, after=self.summed[block])
+            # The sweep of the moments still reads the gradient of the previous step.
+            after = (self.summed[block], *((self.late[block],) if block in self.late else ()))
+            at = self.emit(Verb.OFFLOAD, block, (Role.GRADIENT,), "backward", round, after=after)
+            self.offloaded[block, Role.GRADIENT] = at
             self.fetched.pop((block, Role.GRADIENT), None)  # the offload now owns its buffer
             self.leaving.append((block, self.offloaded[block, Role.GRADIENT]))
 

@@ -89,6 +89,11 @@ class BlockPlacement:
     blocks in host memory, whose states then pass through HBM in pieces. `none` if the whole block
     is frozen."""
 
+    late_moments: bool = False
+    """Whether the CPU sweep before the block's forward updates the weights only. The moments are
+    updated before backward replaces the gradient, while host memory is less busy. Until then, the
+    memory of the gradient is in use. False in plans of earlier versions."""
+
     kept: int = 0
     """Number of micro-batches of each round, the first ones, for which everything that the layer's
     forward pass saves stays in HBM until its backward pass. The others are recomputed."""

@@ -152,6 +152,10 @@ class PlacementIndex:
             and not self.staged_roles(block)
         )
 
+    def has_late_moments(self, block: int) -> bool:
+        """Return whether a CPU sweep updates the weights first, and the moments in backward."""
+        return self._at(block).late_moments
+
     def between_staged(self, block: int) -> tuple[int, ...]:
         """Return the blocks to sweep while this one passes through staging, in order.
 

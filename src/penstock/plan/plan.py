@@ -258,6 +258,7 @@ class Plan:
             self._check_attention(inventory.blocks[number], number)
             self._check_homes(inventory, number)
             self._check_sweep(inventory.blocks[number], number)
+            self._check_late_moments(number)
             self._check_kept(inventory, number)
 
     def _check_homes(self, inventory: Inventory, number: int) -> None:
@@ -321,6 +322,27 @@ class Plan:
                 "placement.gpu_piece_elements",
                 f"must be {SWEEP_LEAF} or more, got {self.placement.gpu_piece_elements}",
             )
+
+    def _check_late_moments(self, number: int) -> None:
+        """Raise PlanError if the moments of a block cannot be updated after its weights."""
+        placed, where = self.placement.blocks[number], f"placement.blocks[{number}].late_moments"
+        if not placed.late_moments:
+            return
+        if not self.workload.may_update_moments_late:
+            raise PlanError(
+                where,
+                "is true, which needs AdamW, a single rank, and a loss that Penstock computes",
+            )
+        trained = [home for home in placed.homes if home.role in TRAINED]
+        in_host = not any(home.on(Tier.HBM) or home.on(Tier.NVME) for home in trained)
+        if placed.sweep != "cpu" or not in_host or placed.is_split:
+            raise PlanError(
+                where,
+                f"is true, so the CPU must sweep {placed.block}, and all that is trained of it "
+                f"must be in dram and cxl",
+            )
+        if self.placement.sweeps_interleaved:
+            raise PlanError(where, "is true, so placement.sweeps_interleaved must be false")
 
     def _check_kept(self, inventory: Inventory, number: int) -> None:
         """Raise PlanError if a block cannot keep what its forward pass saves."""

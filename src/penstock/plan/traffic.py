@@ -26,7 +26,7 @@ from penstock.plan.lifetimes import operation_span, piece_span
 from penstock.plan.placement import Placement, Share
 from penstock.plan.schedule import Operation, Schedule, Verb
 from penstock.plan.workload import Workload
-from penstock.roles import EXTENT, TRAINED, Formats, Role
+from penstock.roles import EXTENT, MOMENTS, TRAINED, Formats, Role
 from penstock.tiers import Tier
 from penstock.units import round_up
 
@@ -206,18 +206,18 @@ class Traffic:
     def _sweep_transfers(self, operation: Operation) -> Iterator[LinkTransfer]:
         """Yield the memory traffic of a CPU sweep.
 
-        The sweep reads every role, and writes back all of them but the gradient.
+        The sweep reads every role that it needs, and writes what it updates.
         """
         block = self.inventory.blocks[operation.block]
         start, stop = 0, block.shard_elements(True)
         if operation.piece is not None:
             start, stop, _ = piece_span(block, operation.piece, self.placement)
         touched: list[tuple[int | None, int]] = []
-        for role in TRAINED:
+        for role in swept_roles(operation):
             shares = self._host_shares(operation.block, role)
             elements = block.role_elements(role, start, stop)
             nbytes = self.formats.nbytes(role, elements) if shares else 0
-            nbytes *= 1 if role is Role.GRADIENT else 2
+            nbytes *= 2 if writes(operation, role) else 1
             whole = max(1, sum(share.nbytes for share in shares))
             touched += [(share.node, nbytes * share.nbytes // whole) for share in shares]
         yield from self._node_transfers(touched)
@@ -285,7 +285,8 @@ class Traffic:
     def stored_parts(self, operation: Operation) -> Iterator[StoredPart]:
         """Yield the stored bytes that a copy, a disk operation or a sweep covers.
 
-        Bytes count once, whether they are read, written or both.
+        Bytes count once, whether they are read, written or both. What a sweep writes of them, see
+        `writes`.
         """
         fraction = self._piece_fraction(operation)
         block = self.inventory.blocks[operation.block]
@@ -293,7 +294,7 @@ class Traffic:
         whole = trained if split else trained + block.shard_elements(False)
         sweeps = operation.verb is Verb.SWEEP or operation.gpu
         shares_of = self._shares if sweeps else self._moved_shares
-        for role in TRAINED if operation.verb is Verb.SWEEP else operation.roles:
+        for role in swept_roles(operation) if operation.verb is Verb.SWEEP else operation.roles:
             # A sweep touches the trainable part of the weights only, and of those that are whole in
             # HBM only the rank's shard.
             scale = trained / whole if sweeps and role is Role.WEIGHT else 1.0
@@ -331,6 +332,19 @@ class Traffic:
     def _shares(self, block: int, role: Role) -> tuple[Share, ...]:
         home = self.placement.blocks[block].home(role)
         return home.shares if home is not None else ()
+
+
+# Sweeps.
+
+
+def swept_roles(operation: Operation) -> tuple[Role, ...]:
+    """Return the roles that a sweep reads. That of the moments reads no weights."""
+    return (*MOMENTS, Role.GRADIENT) if operation.roles == MOMENTS else TRAINED
+
+
+def writes(operation: Operation, role: Role) -> bool:
+    """Return whether a sweep writes a role that it reads."""
+    return role in operation.roles and role is not Role.GRADIENT
 
 
 # Whole steps.

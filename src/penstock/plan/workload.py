@@ -299,6 +299,15 @@ class Workload:
         """
         return self.may_keep and self.numerics.attention == "varlen"
 
+    @property
+    def may_update_moments_late(self) -> bool:
+        """Whether a plan may update moments in backward, after the weights.
+
+        Only AdamW can compute moments without the weights. Ranks, and backward passes of a loss
+        that the caller computes, replace gradients in other ways.
+        """
+        return self.optimizer == "adamw" and self.world == 1 and self.caller_loss is None
+
     def formats(self, rounds: int = 1) -> Formats:
         """Return the storage formats for a step of `rounds` rounds."""
         accumulates = rounds > 1 or self.accumulate

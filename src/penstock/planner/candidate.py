@@ -60,6 +60,12 @@ class BlockLocations(NamedTuple):
         """Whether trained tensors are in HBM, and frozen ones are streamed."""
         return self.frozen is not None
 
+    @property
+    def trained_in_host_memory(self) -> bool:
+        """Whether all that a sweep reads and writes is in DRAM and CXL memory."""
+        host = (Location.DRAM, Location.CXL, Location.MIX)
+        return all(each in host for each in (self.weight, self.state, self.gradient))
+
 
 GROUPS: dict[str, tuple[Role, ...]] = {
     "weight": (Role.WEIGHT,),
@@ -110,6 +116,10 @@ class Candidate:
     interleaved: bool = False
     """See `Placement.sweeps_interleaved`."""
 
+    late: bool = False
+    """Whether the moments of all blocks in host memory that the CPU sweeps are updated in backward:
+    see `BlockPlacement.late_moments`."""
+
     # Candidates are keys of several caches, and the locations of a large model take long to hash.
     _hash: int = field(init=False, repr=False, compare=False)
 
@@ -117,13 +127,18 @@ class Candidate:
         value = hash(
             (
                 *(self.locations, self.rounds, self.slots, self.ahead, self.kept),
-                *(self.gpu_swept, self.attention, self.interleaved),
+                *(self.gpu_swept, self.attention, self.interleaved, self.late),
             )
         )
         object.__setattr__(self, "_hash", value)
 
     def __hash__(self) -> int:
         return self._hash
+
+    def has_late_moments(self, block: int) -> bool:
+        """Return whether the moments of a block are updated in backward."""
+        swept_on_cpu = block not in self.gpu_swept
+        return self.late and swept_on_cpu and self.locations[block].trained_in_host_memory
 
     def moved(self, changes: dict[int, BlockLocations]) -> Candidate:
         """Return a copy with other locations for some blocks."""

@@ -474,7 +474,7 @@ class PlanEvaluator:
         return tuple(
             self._block(
                 i, each, rounds, candidate.kept_of(i), i in candidate.gpu_swept,
-                candidate.attention_of(i),
+                candidate.attention_of(i), late=candidate.has_late_moments(i),
             )
             for i, each in enumerate(candidate.placed)
         )  # fmt: skip
@@ -487,13 +487,15 @@ class PlanEvaluator:
         kept: int = 0,
         gpu: bool = False,
         attention: Location | None = None,
+        *,
+        late: bool = False,
     ) -> BlockPlacement:
-        key = (index, locations, rounds, kept, gpu, attention)
+        key = (index, locations, rounds, kept, gpu, attention, late)
         if key not in self._blocks:
             block = self._make_block(index, locations, rounds)
             side: SweepSide = "gpu" if gpu else block.sweep
-            if kept or side != block.sweep:
-                block = replace(block, kept=kept, sweep=side)
+            if kept or late or side != block.sweep:
+                block = replace(block, kept=kept, sweep=side, late_moments=late)
             self._blocks[key] = self._with_attention(index, block, rounds, attention)
         return self._blocks[key]
 
@@ -643,8 +645,9 @@ class QuickSizer:
         if key not in self.hbm_cache:
             locations = tuple(map(_in_hbm_or_dram, candidate.locations))
             others = replace(
-                candidate, locations=locations, kept=(), gpu_swept=frozenset(), attention=()
-            )
+                candidate, locations=locations, kept=(), gpu_swept=frozenset(), attention=(),
+                late=False,
+            )  # fmt: skip
             placement = self.placement(others)
             pools = plan_pools(
                 self.inventory,

@@ -128,6 +128,7 @@ def sweep_json(result: PlanResult) -> dict[str, Any]:
         "gpu_blocks": streamed,
         "gpu_seconds": _busy_seconds(result.cost, STATE_LANES),
         "resident_blocks": sum(block.sweep == "gpu" for block in blocks) - streamed,
+        "late_moments_blocks": sum(block.late_moments for block in blocks),
     }
 
 
@@ -336,16 +337,22 @@ def _optimizer(plan: Plan) -> str:
 
 
 def sweep_lines(result: PlanResult) -> list[str]:
-    """Return how sweeps are divided between CPU and GPU; nothing if the CPU makes all of them."""
-    found = sweep_json(result)
-    if not found["gpu_blocks"]:
-        return []
+    """Return how sweeps are divided; nothing if the CPU makes all of them in one pass."""
+    found, lines = sweep_json(result), []
     both = found["cpu_blocks"] + found["gpu_blocks"]
     cpu, gpu = (format_seconds(found[f"{side}_seconds"]) for side in ("cpu", "gpu"))
-    return [
-        f"optimizer sweep: {found['gpu_blocks']} of {both} blocks in host memory pass through the "
-        f"GPU ({gpu}), the CPU sweeps the others ({cpu})"
-    ]
+    if found["gpu_blocks"]:
+        lines.append(
+            f"optimizer sweep: {found['gpu_blocks']} of {both} blocks in host memory pass through "
+            f"the GPU ({gpu}), the CPU sweeps the others ({cpu})"
+        )
+    if found["late_moments_blocks"]:
+        lines.append(
+            f"optimizer sweep: before forward, the CPU updates the weights of "
+            f"{found['late_moments_blocks']} of {both} blocks in host memory, and in backward "
+            f"their moments ({cpu} in all)"
+        )
+    return lines
 
 
 def kept_lines(plan: Plan) -> list[str]:

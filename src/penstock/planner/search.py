@@ -26,6 +26,7 @@ from penstock.planner.initial_candidates import (
     spread,
 )
 from penstock.planner.kept_layers import keep_layers
+from penstock.planner.late_moments import update_moments_late
 from penstock.planner.saved_attention import save_attention
 from penstock.planner.sweep_order import interleave_sweeps
 from penstock.planner.sweep_sides import share_sweeps
@@ -94,6 +95,7 @@ def search(
         found = next(iter(_search(evaluator, effort)), None)
     if found is None:
         return None
+    found = update_moments_late(evaluator, found, exact=exact)
     kept = keep_layers(evaluator, found, exact=exact)
     kept = save_attention(evaluator, kept, exact=exact)
     if effort.gpu_sweeps:

@@ -16,9 +16,6 @@ from penstock.planner.candidate import BlockLocations, Candidate, Location
 from penstock.planner.evaluator import PlanEvaluator
 from penstock.planner.kept_layers import most_kept, move_out, resident_blocks, with_kept
 
-HOST = {Location.DRAM, Location.CXL, Location.MIX}
-"""Where all that is trained of a block is, if its states can pass through HBM."""
-
 FACTORS = (0.6, 0.8, 1.0, 1.25, 1.6, 2.0, 2.6, 3.4, 5.0, 8.0)
 """How long a sweep on the GPU is assumed to take, relative to its time if nothing else used the
 link and host memory. A larger factor gives the GPU fewer blocks."""
@@ -70,13 +67,8 @@ def share_sweeps(evaluator: PlanEvaluator, candidate: Candidate, *, exact: bool)
 
 def _is_limited_by_sweeps(evaluator: PlanEvaluator, candidate: Candidate) -> bool:
     """Return whether the step takes longer than its computation, and something can be shared."""
-    some = any(map(_is_eligible, candidate.locations))
+    some = any(each.trained_in_host_memory for each in candidate.locations)
     return some and GAIN * evaluator.score(candidate) > evaluator.compute_seconds(candidate)
-
-
-def _is_eligible(locations: BlockLocations) -> bool:
-    trained = (locations.weight, locations.state, locations.gradient)
-    return all(each in HOST for each in trained)
 
 
 def _bases(evaluator: PlanEvaluator, candidate: Candidate) -> Iterator[Candidate]:
@@ -115,7 +107,7 @@ def _activation_in_hbm(locations: BlockLocations) -> bool:
 
 def _largest_share(evaluator: PlanEvaluator, candidate: Candidate) -> Candidate:
     """Return the candidate with every block swept on the GPU that may be."""
-    blocks = (i for i, each in enumerate(candidate.locations) if _is_eligible(each))
+    blocks = (i for i, each in enumerate(candidate.locations) if each.trained_in_host_memory)
     return replace(candidate, gpu_swept=frozenset(blocks))
 
 
@@ -141,7 +133,7 @@ def _assign(evaluator: PlanEvaluator, candidate: Candidate, factor: float) -> fr
         if locations.state is None or locations.state is Location.HBM:
             continue
         on_cpu, on_gpu = evaluator.sweep_seconds(candidate, block)
-        if _is_eligible(locations) and gpu_free + factor * on_gpu < cpu_free + on_cpu:
+        if locations.trained_in_host_memory and gpu_free + factor * on_gpu < cpu_free + on_cpu:
             gpu_free += factor * on_gpu
             swept.add(block)
         else:

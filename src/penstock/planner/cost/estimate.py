@@ -24,7 +24,7 @@ from penstock.planner.cost.simulation import (
     simulate,
     simulate_seconds,
 )
-from penstock.roles import STATE, TRAINED, Role
+from penstock.roles import MOMENTS, STATE, TRAINED, WEIGHTS, Role
 from penstock.tiers import Tier
 
 
@@ -200,7 +200,7 @@ class StepTimer:
             # What the last layers save may overlap the loss: see `_required_work`.
             gpu = at.sweep == "gpu"
             ends = min(2, last_layer - block) if at.attention else block == last_layer
-            saved = (at.kept, at.attention)
+            saved = (at.kept, at.attention, at.late_moments)
             key = (kinds[block], ends, rounds, *saved, gpu, *map(id, at.homes))
             alike.setdefault(key, []).append(block)
         for key, blocks in alike.items():
@@ -306,7 +306,10 @@ def _required_work(builder: JobBuilder, block: int) -> _RequiredWork:
     back = tuple(role for role in swept if role in staged)
     if at.sweep != "none":
         # A block is swept before its forward, or before the loss if it is the head.
-        before.append(Operation(Verb.SWEEP, block, TRAINED, "forward", gpu=at.sweep == "gpu"))
+        roles = WEIGHTS if at.late_moments else TRAINED
+        before.append(Operation(Verb.SWEEP, block, roles, "forward", gpu=at.sweep == "gpu"))
+        if at.late_moments:
+            either.append(Operation(Verb.SWEEP, block, MOMENTS, "backward"))
         if at.streams_states:
             before.append(Operation(Verb.FETCH, block, TRAINED, "forward", gpu=True))
             before.append(Operation(Verb.OFFLOAD, block, swept, "forward", gpu=True))

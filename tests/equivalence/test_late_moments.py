@@ -1,0 +1,199 @@
+"""Whether moments are updated with the weights or later, the result is the same, bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.engine.compute import Computer
+from penstock.engine.engine import Engine
+from penstock.errors import NonFiniteMasterError, PlanError
+from penstock.optim import sweep
+from penstock.plan.plan import Plan
+from penstock.plan.schedule import Operation, Verb
+from penstock.roles import Role
+from tests.equivalence.runs import DRAM, LATE, Setup, Way, differing, follow, state_of, whole
+from tests.equivalence.test_plans import assert_same, train_each
+from tests.support.engines import FAMILIES
+
+ALL, ROUNDS = LATE[0], LATE[4]
+
+
+@pytest.mark.parametrize(
+    ("family", "ways", "work"),
+    [
+        pytest.param("llama", LATE, {}, id="bf16"),
+        pytest.param("qwen3", (ALL,), {"moments": "int8"}, id="int8 moments"),
+        pytest.param("llama", (ALL,), {"dtype": "fp32", "moments": "bf16"}, id="fp32"),
+        pytest.param("gemma3", (ALL,), {"dtype": "fp16", "config": {"tie_word_embeddings": True}},
+                     id="fp16, tied"),
+        pytest.param("llama", (ALL, ROUNDS), {"accumulate": True}, id="accumulation"),
+        *(pytest.param(family, LATE, {"dtype": dtype, "moments": moments, "freeze": ()},
+                       marks=pytest.mark.long)
+          for family in (*FAMILIES, "gptj", "olmo2", "gpt_neox", "olmoe")
+          for dtype in ("bf16", "fp32") for moments in ("fp32", "bf16", "int8")),
+    ],
+)  # fmt: skip
+def test_late_moments_have_the_bits_of_those_updated_with_the_weights(
+    family: str, ways: tuple[Way, ...], work: dict[str, Any], tmp_path: Path
+) -> None:
+    assert_same(train_each(Setup.of(family, **work), (DRAM, *ways), tmp_path, steps=4))
+
+
+def test_moments_are_updated_before_backward_replaces_the_gradient(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every step but the first updates the weights of a block, then its moments, once each."""
+    parts: list[str] = []
+    start = sweep.start
+
+    def note(*args: Any, **options: Any) -> Any:
+        parts.append(options.get("part", "all"))
+        return start(*args, **options)
+
+    setup = Setup.of("llama", freeze=())
+    monkeypatch.setattr(sweep, "start", note)
+    with setup.engine(ALL, tmp_path) as engine:
+        follow(engine, setup.batches(3))
+        in_steps, parts[:] = list(parts), []
+        engine.finish()
+    blocks = len(setup.model.blocks)
+
+    assert in_steps == 2 * (["weights"] * blocks + ["moments"] * blocks)
+    # Nothing is gained by two passes if no backward follows.
+    assert parts == ["all"] * blocks
+
+
+def fail_in(monkeypatch: pytest.MonkeyPatch, verb: Verb, block: int) -> list[Operation]:
+    """Let the next computation of a block fail, once; return what had been computed by then."""
+    compute, computed = Computer.compute, []
+
+    def fail(self: Computer, step: Any, at: int, op: Operation) -> None:
+        if (op.verb, op.block) == (verb, block) and not any(
+            (o.verb, o.block) == (verb, block) for o in computed
+        ):
+            computed.append(op)
+            raise RuntimeError("no kernel")
+        computed.append(op)
+        compute(self, step, at, op)
+
+    monkeypatch.setattr(Computer, "compute", fail)
+    return computed
+
+
+@pytest.mark.parametrize(
+    ("verb", "block"),
+    [(Verb.FORWARD, 1), (Verb.LOSS, 4), (Verb.BACKWARD, 3), (Verb.BACKWARD, 0)],
+    ids=["in forward", "in the loss", "early in backward", "at the end of backward"],
+)
+@pytest.mark.parametrize("completes", ["step", "finish"])
+def test_a_step_that_fails_loses_no_moment(
+    verb: Verb, block: int, completes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next step, or `finish`, updates the moments that were left, and no moment twice."""
+    setup = Setup.of("llama")
+    first, second = setup.batches(2)
+    with setup.engine(DRAM, tmp_path) as engine:
+        engine.step(first)
+        engine.step(second)
+        wanted = state_of(engine)
+    with setup.engine(ALL, tmp_path) as engine:
+        engine.step(first)
+        fail_in(monkeypatch, verb, block)
+        with pytest.raises(RuntimeError, match="no kernel"):
+            engine.step(second)
+        if completes == "finish":
+            engine.finish()
+        engine.step(second)
+
+        assert differing(wanted, state_of(engine)) == []
+
+
+def test_a_checkpoint_continues_with_and_without_late_moments(tmp_path: Path) -> None:
+    setup = Setup.of("llama", moments="int8")
+    batches = setup.batches(5)
+    with setup.engine(DRAM, tmp_path) as engine:
+        steps(engine, batches)
+        wanted = state_of(engine)
+    for number, (first, second) in enumerate([(ALL, DRAM), (DRAM, ALL)]):
+        with setup.engine(first, tmp_path) as engine:
+            steps(engine, batches[:3])
+            engine.write(tmp_path / f"saved {number}")
+        with setup.engine(second, tmp_path) as engine:
+            engine.read(tmp_path / f"saved {number}")
+            steps(engine, batches[3:])
+
+            assert differing(wanted, state_of(engine)) == []
+
+
+def steps(engine: Engine, batches: list[Any]) -> None:
+    for batch in batches:
+        engine.step(batch)
+
+
+def test_an_evaluation_between_steps_changes_nothing(tmp_path: Path) -> None:
+    setup = Setup.of("llama")
+    batches = setup.batches(3)
+    results = []
+    for way in (DRAM, ALL):
+        with setup.engine(way, tmp_path) as engine:
+            losses = []
+            for batch in batches:
+                engine.step(batch)
+                losses.append(engine.evaluate([batches[0]]).loss)
+            results.append((losses, state_of(engine)))
+    (losses, wanted), (late_losses, state) = results
+
+    assert late_losses == losses
+    assert differing(wanted, state) == []
+
+
+def test_a_refused_element_keeps_its_moments(tmp_path: Path) -> None:
+    """The sweep of the weights reports it, and the rest of the update is completed."""
+    setup = Setup.of("llama")
+    first, second = setup.batches(2)
+    name = "model.layers.0.mlp.up_proj.weight"
+    states = []
+    for way in (DRAM, ALL):
+        with setup.engine(way, tmp_path) as engine:
+            engine.step(first)
+            next(iter(engine.access.parts(name, Role.FIRST)))[3] = float("nan")
+            with pytest.raises(NonFiniteMasterError) as caught:
+                engine.step(second)
+            assert name in str(caught.value)
+            states.append(state_of(engine))
+            assert torch.isfinite(whole(engine, name, Role.WEIGHT)).all()
+
+    assert differing(*states) == []
+
+
+@pytest.mark.parametrize(
+    ("spots", "work", "words"),
+    [
+        ("dndd", {}, "all that is trained of it must be in dram and cxl"),
+        ("hhhh", {}, "the CPU must sweep"),
+        ("dddd", {"optimizer": "lion"}, "needs AdamW"),
+        ("dddd", {"world": 2}, "a single rank"),
+    ],
+)
+def test_a_plan_that_cannot_update_moments_late_is_refused(
+    spots: str, work: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    setup = Setup.of("llama", freeze=(), batch=6, **work)
+    plan = setup.plan(Way("moments with the weights", (spots,)), tmp_path)
+
+    with pytest.raises(PlanError, match=words) as caught:
+        with_late_moments(plan, 1).check_model(setup.model)
+
+    assert caught.value.field == "placement.blocks[1].late_moments"
+
+
+def with_late_moments(plan: Plan, block: int) -> Plan:
+    """Return a plan that updates the moments of one block more in backward."""
+    blocks = list(plan.placement.blocks)
+    blocks[block] = replace(blocks[block], late_moments=True)
+    return replace(plan, placement=replace(plan.placement, blocks=tuple(blocks)))
