@@ -200,13 +200,14 @@ def survey_model(cell: Cell) -> Inventory:
 
 def plan_cell(
     cell: Cell, scratch: Path, *, compiled: bool = True, traced: bool = False, shared: float = 0.0,
-    gpu_sweeps: bool = True,
+    gpu_sweeps: bool = True, late_moments: bool = True,
 ) -> PlanResult:  # fmt: skip
     """Plan a cell for the machine of the table. Needs no GPU.
 
     With `traced`, working memory is that of the model's own code, and the plan may keep layers.
     `shared` replaces the rate of a sweep and copies together, in bytes per second. `gpu_sweeps`
-    says whether the GPU may sweep blocks in host memory.
+    says whether the GPU may sweep blocks in host memory, and `late_moments` whether moments may be
+    updated in backward.
     """
     from penstock.engine.memory_source import working_memory_source
     from penstock.plan.budget import parse_budget, with_paths
@@ -219,7 +220,7 @@ def plan_cell(
     workload = workload_for(inventory, settings_of(cell), compiled=compiled)
     config = config_of(cell.shape, cell.context) if traced else None
     source = working_memory_source(config, machine)
-    effort = replace(THOROUGH, gpu_sweeps=gpu_sweeps)
+    effort = replace(THOROUGH, gpu_sweeps=gpu_sweeps, late_moments=late_moments)
     return make_plan(inventory, workload, budget, machine, source=source, effort=effort)
 
 

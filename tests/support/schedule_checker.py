@@ -15,7 +15,7 @@ from penstock.plan.schedule import Operation, Schedule, Verb
 from penstock.plan.workload import Attention
 from penstock.planner.candidate import BlockLocations, Candidate, Location
 from penstock.planner.evaluator import PlanEvaluator
-from penstock.roles import PASSING, TRAINED, Role
+from penstock.roles import MOMENTS, PASSING, TRAINED, WEIGHTS, Role
 from penstock.units import TiB
 from tests.support.machines import machine
 from tests.support.models import llama, work
@@ -162,6 +162,7 @@ class ScheduleChecker:
         self.staged: list[tuple[int, int | None, tuple[Role, ...]]] = []
         self.passing: set[tuple[int, int | None]] = set()  # pieces in HBM that the GPU sweeps
         self.swept: set[tuple[int, int | None]] = set()
+        self.late: set[tuple[int, int | None]] = set()  # swept without their moments
         self.written: set[tuple[int, int | None]] = set()
         self.out: set[tuple[int, Role, int]] = set()
         self.ranks = inventory.shards
@@ -186,6 +187,7 @@ class ScheduleChecker:
         assert not self.hbm, "HBM is empty at the end"
         assert not self.staged, "staging is empty at the end"
         assert not self.passing, "no states are in HBM at the end"
+        assert not self.late, "all moments are updated at the end"
         assert not self.sent, "nothing waits to be sent at the end"
         assert self.met == (self.ranks > 1 and bool(self.computed)), "ranks meet once"
 
@@ -219,6 +221,9 @@ class ScheduleChecker:
 
     def sweep(self, op: Operation) -> None:
         assert self.pending
+        if op.roles == MOMENTS:
+            self._sweep_moments(op)
+            return
         assert (op.block, op.piece) in self.sweeps_of(op.block)
         assert (op.block, op.piece) not in self.swept, "a piece is swept only once"
         assert not any(b == op.block for _, b, _ in self.computed), (
@@ -230,6 +235,17 @@ class ScheduleChecker:
             assert op.gpu
             assert (op.block, op.piece) in self.passing, "the sweep's inputs are in HBM"
         self.swept.add((op.block, op.piece))
+        if op.roles == WEIGHTS:
+            self.late.add((op.block, op.piece))
+        else:
+            assert op.roles == TRAINED, "a sweep updates everything, or the weights first"
+
+    def _sweep_moments(self, op: Operation) -> None:
+        assert (op.block, op.piece) in self.late, "moments are updated once, after the weights"
+        assert not any((op.block, Role.GRADIENT, r) in self.out for r in range(op.round + 1)), (
+            "moments are updated before the gradient is replaced"
+        )
+        self.late.remove((op.block, op.piece))
 
     def fetch(self, op: Operation) -> None:
         if op.gpu:

@@ -115,7 +115,7 @@ def add_in_order(
         if weight == 1.0 and _has_kernel(total, gradient):
             from penstock.engine import gradient_kernels  # needs Triton
 
-            gradient_kernels.add(total, gradient, fresh)
+            gradient_kernels.add(total, gradient, fresh)  # type: ignore[no-untyped-call]
         elif fresh:
             total.copy_(gradient)
             if weight != 1.0:

@@ -62,6 +62,9 @@ class SearchEffort:
     gpu_sweeps: bool = True
     """Whether the GPU may sweep blocks in host memory, where that is faster."""
 
+    late_moments: bool = True
+    """Whether moments may be updated in backward, where that is faster."""
+
 
 THOROUGH = SearchEffort()
 """The effort for a plan that will be used."""
@@ -95,7 +98,8 @@ def search(
         found = next(iter(_search(evaluator, effort)), None)
     if found is None:
         return None
-    found = update_moments_late(evaluator, found, exact=exact)
+    if effort.late_moments:
+        found = update_moments_late(evaluator, found, exact=exact)
     kept = keep_layers(evaluator, found, exact=exact)
     kept = save_attention(evaluator, kept, exact=exact)
     if effort.gpu_sweeps:
