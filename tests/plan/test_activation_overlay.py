@@ -22,8 +22,8 @@ from tests.support.schedule_checker import all_on, cases, evaluator_for
 Key = tuple[int, Role]
 """A block, and its activation or the results of its attention."""
 
-Range = tuple[int, int, int]
-"""A node, and a range of bytes counted through its gradients."""
+Range = tuple[int | None, int, int]
+"""A node, or None for HBM, and a range of bytes counted through its gradients."""
 
 
 def ranges(
@@ -35,15 +35,16 @@ def ranges(
     ends: dict[int, int] = {}
     for index, block in enumerate(blocks):
         home = block.home(Role.GRADIENT)
-        if home is not None and len(home.shares) == 1 and home.shares[0].tier in HOST:
-            node = home.shares[0].node
+        tiers = (*HOST, Tier.HBM)
+        if home is not None and len(home.shares) == 1 and home.shares[0].tier in tiers:
+            node = home.shares[0].node  # None for HBM
             start = ends.get(node, 0)
             ends[node] = start + home.nbytes
             gradients[index] = (node, start, ends[node])
     activations: dict[Key, Range] = {}
-    accumulate = evaluator.workload.accumulate
+    work, rounds = evaluator.workload, candidate.rounds
     for (index, role), overlaid in overlaid_activations(
-        blocks, rounds=candidate.rounds, accumulate=accumulate
+        blocks, rounds=rounds, accumulate=work.accumulate, in_hbm=work.sums_apart(rounds)
     ).items():
         home = blocks[index].home(role)
         assert home is not None
@@ -93,8 +94,10 @@ def assert_disjoint_in_time(
 ) -> None:
     started, ended = replay(program, random_source)
     block, role = key
-    (written,) = indices(program, block, Verb.OFFLOAD, role)
-    (read,) = indices(program, block, Verb.FETCH, role)
+    in_hbm = not indices(program, block, Verb.OFFLOAD, role)
+    # In HBM, the block itself writes and reads them, and stores the gradient when it ends.
+    (written,) = indices(program, block, *((Verb.FORWARD,) if in_hbm else (Verb.OFFLOAD, role)))
+    (read,) = indices(program, block, *((Verb.BACKWARD,) if in_hbm else (Verb.FETCH, role)))
     for gradient_block in underlying:
         sweeps = [
             at for at, op in enumerate(program.operations)
@@ -103,13 +106,14 @@ def assert_disjoint_in_time(
         assert all(ended[at] < started[written] for at in sweeps), (
             "the sweep has consumed the gradient"
         )
-        (offloaded,) = indices(program, gradient_block, Verb.OFFLOAD, Role.GRADIENT)
+        stored = (Verb.BACKWARD,) if in_hbm else (Verb.OFFLOAD, Role.GRADIENT)
+        (offloaded,) = indices(program, gradient_block, *stored)
         assert ended[read] < started[offloaded], "backward has read the activation"
 
 
-def indices(program: Program, block: int, verb: Verb, role: Role) -> list[int]:
+def indices(program: Program, block: int, verb: Verb, *roles: Role) -> list[int]:
     def fits(op: Operation) -> bool:
-        return op.verb is verb and op.block == block and op.roles == (role,)
+        return op.verb is verb and op.block == block and op.roles == roles
 
     return [at for at, op in enumerate(program.operations) if fits(op)]
 

@@ -193,11 +193,14 @@ class TierMemory:
 
     def _allocate_device(self) -> None:
         sizes = [(key, home.nbytes) for key, home in homes(self.plan) if _is_on(home, Tier.HBM)]
+        # Gradients first, so that they are contiguous, and results of attention can overlay them.
+        sizes.sort(key=lambda pair: pair[0][1] is not Role.GRADIENT)
         whole = self.device.empty(sum(nbytes for _, nbytes in sizes), "resident tensors")
         offset = 0
         for key, nbytes in sizes:
             self._data[key] = whole[offset : offset + nbytes]
             offset += nbytes
+        self._overlay_activations(None, whole)
 
     def _allocate_host(self, host: HostArenas | None) -> None:
         """Allocate the arenas of all memory nodes, or take those that were started before."""
@@ -251,7 +254,7 @@ class TierMemory:
             offset += home.nbytes
         return whole
 
-    def _overlay_activations(self, node: int, gradients: torch.Tensor) -> None:
+    def _overlay_activations(self, node: int | None, gradients: torch.Tensor) -> None:
         """Place activations and results of attention in the bytes of gradients, as planned.
 
         They are used up before the gradient in its bytes is written again

@@ -27,30 +27,36 @@ from penstock.tiers import Tier
 
 HOST = (Tier.DRAM, Tier.CXL)
 """Tiers in which activations are overlaid. HBM is not one of them: an evaluation also writes
-activations there, and may run at any time."""
+activations there, and may run at any time. It saves no results of attention, so these are overlaid
+in HBM, too."""
 
 
 class OverlaidActivation(NamedTuple):
     """Where an overlaid activation, or what attention returned, is stored."""
 
-    node: int
-    """The NUMA node."""
+    node: int | None
+    """The NUMA node; None for HBM."""
 
     offset: int
     """Offset in bytes, counted through the gradients on that node in block order."""
 
 
-def _only_share(home: Home | None) -> Share | None:
-    """Return the share that is all of a home, if it is in host memory."""
-    if home is None or len(home.shares) != 1 or home.shares[0].tier not in HOST:
+def _only_share(home: Home | None, tiers: tuple[Tier, ...] = HOST) -> Share | None:
+    """Return the share that is all of a home, if it is in one of the tiers."""
+    if home is None or len(home.shares) != 1 or home.shares[0].tier not in tiers:
         return None
     return home.shares[0]
 
 
 def overlaid_activations(
-    blocks: Sequence[BlockPlacement], *, rounds: int = 1, accumulate: bool = False
-) -> dict[tuple[int, Role], OverlaidActivation]:
-    """Return, by block and role, what needs no memory of its own."""
+    blocks: Sequence[BlockPlacement], *, rounds: int = 1, accumulate: bool = False,
+    in_hbm: bool = False,
+) -> dict[tuple[int, Role], OverlaidActivation]:  # fmt: skip
+    """Return, by block and role, what needs no memory of its own.
+
+    With `in_hbm`, gradients in HBM are written when their block's backward ends, and not before, so
+    results of attention may be stored in their memory (`Workload.sums_apart`).
+    """
     overlaid: dict[tuple[int, Role], OverlaidActivation] = {}
     if rounds > 1 or accumulate:
         return overlaid
@@ -59,14 +65,15 @@ def overlaid_activations(
     closed: set[int | None] = set()  # nodes with a gradient that is in use all the time
     for index, block in enumerate(blocks):
         for role in PASSING:
-            share = _only_share(block.home(role))
-            if share is not None and share.node is not None:
+            device = in_hbm and role is Role.ATTENTION
+            share = _only_share(block.home(role), (*HOST, Tier.HBM) if device else HOST)
+            if share is not None:
                 offset = used.get(share.node, 0)
                 if offset + share.nbytes <= available.get(share.node, 0):
                     overlaid[index, role] = OverlaidActivation(share.node, offset)
                     used[share.node] = offset + share.nbytes
         # Only later blocks may use this block's gradient, so it is added last.
-        share = _only_share(block.home(Role.GRADIENT))
+        share = _only_share(block.home(Role.GRADIENT), (*HOST, Tier.HBM))
         if share is not None and block.late_moments:
             closed.add(share.node)
         elif share is not None and share.node not in closed:
@@ -75,11 +82,13 @@ def overlaid_activations(
 
 
 def overlaid_nbytes(
-    blocks: Sequence[BlockPlacement], *, rounds: int = 1, accumulate: bool = False
-) -> Counter[Tier]:
+    blocks: Sequence[BlockPlacement], *, rounds: int = 1, accumulate: bool = False,
+    in_hbm: bool = False,
+) -> Counter[Tier]:  # fmt: skip
     """Return the bytes that overlaying saves, by tier."""
     saved: Counter[Tier] = Counter()
-    for index, role in overlaid_activations(blocks, rounds=rounds, accumulate=accumulate):
+    overlaid = overlaid_activations(blocks, rounds=rounds, accumulate=accumulate, in_hbm=in_hbm)
+    for index, role in overlaid:
         home = blocks[index].home(role)
         assert home is not None
         saved[home.shares[0].tier] += home.nbytes

@@ -154,10 +154,11 @@ class Plan:
 
     def overlaid_activations(self) -> dict[tuple[int, Role], OverlaidActivation]:
         """Return, by block and role, what is stored in the memory of gradients."""
-        accumulate, placement = self.workload.accumulate, self.placement
+        work, placement = self.workload, self.placement
         return overlaid_activations(
-            placement.blocks, rounds=placement.rounds, accumulate=accumulate
-        )
+            placement.blocks, rounds=placement.rounds, accumulate=work.accumulate,
+            in_hbm=work.sums_apart(placement.rounds),
+        )  # fmt: skip
 
     def at_rest(self, tier: Tier) -> int:
         """Return the bytes of weights, optimizer states and gradients stored between steps."""

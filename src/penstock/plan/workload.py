@@ -299,6 +299,14 @@ class Workload:
         """
         return self.may_keep and self.numerics.attention == "varlen"
 
+    def sums_apart(self, rounds: int) -> bool:
+        """Whether gradients are summed in buffers of their own, and stored when they are complete.
+
+        Otherwise a gradient that is stored in HBM is summed there, from the loss on if the
+        embedding is tied. With several ranks, exchanges decide when it is written.
+        """
+        return self.world == 1 and not self.formats(rounds).wide_gradient
+
     @property
     def may_update_moments_late(self) -> bool:
         """Whether a plan may update moments in backward, after the weights.

@@ -275,7 +275,10 @@ class PlanEvaluator:
     def overlaid_nbytes(self, candidate: Candidate) -> Counter[Tier]:
         """Return the bytes of activations that are stored in the memory of gradients."""
         blocks, rounds = self._block_placements(candidate), candidate.rounds
-        return overlaid_nbytes(blocks, rounds=rounds, accumulate=self.workload.accumulate)
+        return overlaid_nbytes(
+            blocks, rounds=rounds, accumulate=self.workload.accumulate,
+            in_hbm=self.workload.sums_apart(rounds),
+        )  # fmt: skip
 
     def overlaid_blocks(self, locations: Sequence[BlockLocations], rounds: int) -> set[int]:
         """Return the blocks whose activations are stored in the memory of gradients."""

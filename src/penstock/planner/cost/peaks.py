@@ -51,8 +51,9 @@ def phase_peaks(
     ]
     uses: list[_Use] = [(tier, item.nbytes, item.start, item.end) for tier, item in temporary]
     overlaid = overlaid_activations(
-        placement.blocks, rounds=placement.rounds, accumulate=workload.accumulate
-    )
+        placement.blocks, rounds=placement.rounds, accumulate=workload.accumulate,
+        in_hbm=workload.sums_apart(placement.rounds),
+    )  # fmt: skip
     uses += [
         use for key, use in _activations(placement, schedule.operations) if key not in overlaid
     ]
