@@ -122,10 +122,15 @@ class StreamedOptimizer(torch.optim.Optimizer):
         They are copies: later changes to the param groups do not affect a pending update.
         """
         scales = tensor_scales or {}
-        return {
-            name: _coefficients(self.rule, group, step, scale * scales.get(name, 1.0))
-            for name, group in self._grouped(whole=False)
-        }
+        known: dict[tuple[int, float], Coefficients] = {}  # most tensors of a group share theirs
+        found = {}
+        for name, group in self._grouped(whole=False):
+            factor = scale * scales.get(name, 1.0)
+            key = (id(group), factor)
+            if key not in known:
+                known[key] = _coefficients(self.rule, group, step, factor)
+            found[name] = known[key]
+        return found
 
     def whole_updates(
         self, step: int, scale: float, tensor_scales: Mapping[str, float] | None = None

@@ -10,6 +10,7 @@ the lanes cannot deadlock unless the schedule itself is wrong.
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -30,6 +31,11 @@ from penstock.engine.step_state import StepState
 from penstock.engine.ticket_board import StoppedError, TicketBoard
 from penstock.engine.transfer import Mover
 from penstock.plan.schedule import Verb
+
+SWITCH_SECONDS = 2e-4
+"""How long a thread may keep the interpreter's lock while others wait for it, during a step. With
+Python's default of 5 ms, the thread that launches kernels waited that long whenever a lane was
+preparing sweeps or copies, and the GPU had nothing to do."""
 
 LANES = (
     *("read", "sweep", "write", "fetch", "fetch inputs", "drain", "drain inputs", "ranks"),
@@ -64,9 +70,12 @@ class Runner:
 
     def run(self, step: StepState) -> None:
         """Carry out the step's program."""
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(min(before, SWITCH_SECONDS))
         try:
             self._run(step)
         finally:
+            sys.setswitchinterval(before)
             # Even when a second Ctrl-C has ended all other waiting: a sweep writes to memory that
             # the caller may release next.
             self._mover.end_sweeps()
