@@ -14,6 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench import certificate
 from bench.gpu_cells import PREDICTED
-from bench.measuring import HostPeak, device_peak, forget_device_peak, run_steps
+from bench.measuring import Batch, HostPeak, device_peak, forget_device_peak, run_steps
 from bench.plain import plain_step
 from bench.repeated_weights import repeat_weights
 from bench.shapes import ALL_SHAPES, config_of
@@ -75,6 +76,9 @@ def arguments() -> argparse.Namespace:
         action="store_true",
         help="draw 4 M weights and repeat them, which is faster",
     )
+    parser.add_argument(
+        "--trace", type=Path, help="write a trace of one more step here, for launch_gaps.py"
+    )
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--name", help="name of the results file, after engine_")
     return parser.parse_args()
@@ -120,6 +124,8 @@ def measure_engine(
         seconds, losses = run_steps(engine.step, batches(config, args))
         print(format_start_up({"seconds": record.seconds, "phases": record.by_name()}), flush=True)
         timeline = summarize_timeline(engine.timeline())
+        if args.trace:
+            trace_step(engine.step, batches(config, args)[0], args.trace)
         engine.finish()
         hbm, tiers, process = device_peak(), engine.tiers(), engine.host_memory()
         in_memory = engine.resident_nbytes()
@@ -139,6 +145,17 @@ def measure_engine(
         "hbm_allocated": hbm[0], "hbm_reserved": hbm[1], "predicted": predicted(args.plan),
         "disk": disk,
     }  # fmt: skip
+
+
+def trace_step(step: Callable[[Batch], object], batch: Batch, path: Path) -> None:
+    """Write a trace of what the GPU does in one step, and of the calls that launch it."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        step(batch)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    profiler.export_chrome_trace(str(path))
 
 
 def measure_disk(plan: Plan, inventory: Inventory, args: argparse.Namespace) -> dict[str, float]:
