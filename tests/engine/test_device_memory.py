@@ -239,7 +239,7 @@ def test_engine_methods_raise_penstock_errors(
 def test_a_failed_sweep_stays_pending(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.step(batch(engine))
     with monkeypatch.context() as patch:
-        patch.setattr("penstock.optim.sweep.start", refuse)
+        patch.setattr("penstock.optim.sweep.PreparedSweep.start", refuse)
         with pytest.raises(DeviceMemoryError, match="the optimizer sweep"):
             engine.finish()
 

@@ -13,9 +13,10 @@ import torch
 
 import penstock
 from penstock.engine import self_check as module
-from penstock.engine import step_records, transfer
+from penstock.engine import step_records
 from penstock.engine.gradients import GradientSums
 from penstock.engine.loss import ChunkedLoss
+from penstock.engine.pending_update import PendingUpdate
 from penstock.engine.twin_training import clip_gradients
 from penstock.errors import SelfCheckError
 from penstock.model import document_attention, twin
@@ -141,14 +142,14 @@ def scale_the_gradient_of_the_embedding(patch: Patch) -> None:
 
 
 def skip_the_update_of_a_layer(patch: Patch) -> None:
-    make_segments = transfer.make_segments
+    constants = PendingUpdate.constants
 
-    def skip(inventory: Any, block: int, pending: Any, *args: Any) -> Any:
-        segments = make_segments(inventory, block, pending, *args)
+    def skip(self: PendingUpdate, segments: Any) -> Any:
         none = rules.Coefficients(fresh1=0.0, fresh2=0.0, eps=1.0)
-        return [replace(s, by=none) for s in segments] if block == 1 else segments
+        found = zip(segments, constants(self, segments), strict=True)
+        return [(none if ".layers.0." in s.name else by, key) for s, (by, key) in found]
 
-    patch.setattr(transfer, "make_segments", skip)
+    patch.setattr(PendingUpdate, "constants", skip)
 
 
 def use_another_epsilon(patch: Patch) -> None:

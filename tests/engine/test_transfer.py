@@ -10,18 +10,19 @@ from typing import Any
 
 import pytest
 
-from penstock.engine import step_records, transfer
+from penstock.engine import compute, step_records, transfer
+from penstock.engine.pending_update import make_segments
 from penstock.engine.step_records import Event
-from penstock.optim import sweep
+from penstock.optim.sweep import PreparedSweep, SweepTicket
 from penstock.plan.schedule import Operation, Verb
 from penstock.roles import Role
-from tests.equivalence.runs import WAYS, Setup, Way
+from tests.equivalence.runs import DISK, DRAM, RESIDENT, WAYS, Setup, Way
 
 
 class HeldTicket:
     """A sweep that does not appear to finish before all sweeps have been started."""
 
-    def __init__(self, ticket: sweep.SweepTicket, all_started: threading.Event) -> None:
+    def __init__(self, ticket: SweepTicket, all_started: threading.Event) -> None:
         self._ticket, self._all_started = ticket, all_started
 
     def done(self) -> bool:
@@ -51,11 +52,52 @@ def test_the_next_sweep_starts_while_one_runs(
                 all_started.set()
             return started[-1]
 
-        real = sweep.start
-        monkeypatch.setattr(transfer.sweep, "start", start)
+        real = PreparedSweep.start
+        monkeypatch.setattr(PreparedSweep, "start", start)
         engine.finish()
 
         assert len(started) == count > 2
+
+
+@pytest.mark.parametrize(
+    ("way", "again"),
+    [(DRAM, 0), (RESIDENT, 0), (DISK, 5)],
+    ids=["in DRAM", "in HBM", "on disk"],
+)
+def test_sweeps_of_what_stays_in_place_are_prepared_once(
+    way: Way, again: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+
+    def note(inventory: Any, block: int, *args: Any) -> Any:
+        made.append(block)
+        return make_segments(inventory, block, *args)
+
+    for module in (transfer, compute):
+        monkeypatch.setattr(module, "make_segments", note)
+    setup = Setup.of("llama", freeze=())
+    with setup.engine(way, tmp_path) as engine:
+        first, second, third, fourth = setup.batches(4)
+        engine.step(first)
+        engine.step(second)
+        assert made == [0, 1, 2, 3, 4]
+        made.clear()
+        engine.step(third)
+        engine.step(fourth)
+
+        assert len(made) == 2 * again
+
+
+def test_a_step_sets_the_mode_of_modules_that_somebody_has_changed(tmp_path: Path) -> None:
+    setup = Setup.of("llama")
+    with setup.engine(WAYS[1], tmp_path) as engine:
+        first, second = setup.batches(2)
+        engine.step(first)
+        layer = engine.split_model.layers[1]
+        layer.mlp.eval()
+        engine.step(second)
+
+        assert all(module.training for module in layer.modules())
 
 
 @pytest.mark.parametrize("way", [WAYS[1], WAYS[3]], ids=lambda way: way.name)
@@ -104,9 +146,9 @@ def test_waiting_names_a_sweep_that_does_not_end(
     with setup.engine(WAYS[1], tmp_path) as engine:
         first, second = setup.batches(2)
         engine.step(first)
-        go_on, real = threading.Event(), sweep.start
+        go_on, real = threading.Event(), PreparedSweep.start
         monkeypatch.setattr(
-            transfer.sweep, "start", lambda *a, **k: HeldTicket(real(*a, **k), go_on)
+            PreparedSweep, "start", lambda *a, **k: HeldTicket(real(*a, **k), go_on)
         )
         step = threading.Thread(target=engine.step, args=(second,))
         step.start()

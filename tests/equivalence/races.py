@@ -12,6 +12,7 @@ import pytest
 
 from penstock.engine.device import CpuDevice
 from penstock.model.split import SplitModel
+from penstock.optim.sweep import PreparedSweep
 from penstock.storage.store import Store
 from tests.equivalence.runs import Setup, Way
 
@@ -44,7 +45,7 @@ def delay_lanes(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
 
         monkeypatch.setattr(kind, method, call)
 
-    for kind, method in ((CpuDevice, "copy"), (CpuDevice, "start_sweep"), (Store, "start_read"),
+    for kind, method in ((CpuDevice, "copy"), (PreparedSweep, "start"), (Store, "start_read"),
                          (Store, "start_write"), (SplitModel, "layer")):  # fmt: skip
         delay_method(kind, method)
 
@@ -58,7 +59,7 @@ def random_way(seed: int, blocks: int) -> Way:
         rows.append(row + rng.choice("dnh"))
     ahead = rng.randint(1, 3)
     plan = {"rounds": rng.randint(1, 3), "ahead": ahead, "slots": ahead + rng.randint(1, 2),
-            "piece": rng.choice((4096, 8192, 1 << 26))}  # fmt: skip
+            "piece": rng.choice((4096, 8192, 1 << 26)), "late": rng.random() < 0.5}  # fmt: skip
     store = {
         "engine": rng.choice(("threads", "io_uring", "auto")),
         "workers": rng.randint(1, 3),

@@ -12,7 +12,7 @@ import torch
 from penstock.engine.compute import Computer
 from penstock.engine.engine import Engine
 from penstock.errors import NonFiniteMasterError, PlanError
-from penstock.optim import sweep
+from penstock.optim.sweep import PreparedSweep
 from penstock.plan.plan import Plan
 from penstock.plan.schedule import Operation, Verb
 from penstock.roles import Role
@@ -49,14 +49,14 @@ def test_moments_are_updated_before_backward_replaces_the_gradient(
 ) -> None:
     """Every step but the first updates the weights of a block, then its moments, once each."""
     parts: list[str] = []
-    start = sweep.start
+    start = PreparedSweep.start
 
     def note(*args: Any, **options: Any) -> Any:
         parts.append(options.get("part", "all"))
         return start(*args, **options)
 
     setup = Setup.of("llama", freeze=())
-    monkeypatch.setattr(sweep, "start", note)
+    monkeypatch.setattr(PreparedSweep, "start", note)
     with setup.engine(ALL, tmp_path) as engine:
         follow(engine, setup.batches(3))
         in_steps, parts[:] = list(parts), []

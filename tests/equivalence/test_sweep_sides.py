@@ -82,17 +82,17 @@ def test_a_sweep_that_fails_half_way_is_completed_once(
         engine.step(first)
         engine.step(second)
         wanted = state_of(engine)
-    start, calls = CpuDevice.start_sweep, []
+    prepare, calls = CpuDevice.prepare_sweep, []
 
     def fail(*args: Any) -> Any:
         calls.append(args)
         if len(calls) == failing:
             raise RuntimeError("no kernel")
-        return start(*args)
+        return prepare(*args)
 
     with setup.engine(ALL, tmp_path) as engine:
         engine.step(first)
-        monkeypatch.setattr(CpuDevice, "start_sweep", fail)
+        monkeypatch.setattr(CpuDevice, "prepare_sweep", fail)
         with pytest.raises(RuntimeError, match="no kernel"):
             engine.finish()
         engine.step(second)

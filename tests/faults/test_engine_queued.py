@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from penstock import _native
-from penstock.engine import host_arenas, transfer
+from penstock.engine import host_arenas
 from penstock.engine.runner import Runner
 from penstock.engine.ticket_board import TicketBoard
 from penstock.errors import NonFiniteMasterError
@@ -73,10 +73,10 @@ def test_a_second_ctrl_c_ends_all_waiting_except_for_sweeps(
     started: list[sweep.SweepTicket] = []
     busy = torch.ones(1 << 23)
 
-    def start(rule: Any, segments: Any, *, pool: Any, **kwargs: Any) -> sweep.SweepTicket:
+    def start(*args: Any, pool: Any, **kwargs: Any) -> sweep.SweepTicket:
         for _ in range(10):  # work that the pool does before the sweep
             pool.native.stats([sweep._grad_only(busy)], _native.GradType.fp32)
-        started.append(sweep_start(rule, segments, pool=pool, **kwargs))
+        started.append(sweep_start(*args, pool=pool, **kwargs))
         return started[-1]
 
     def interrupted(*_: object) -> None:
@@ -85,8 +85,8 @@ def test_a_second_ctrl_c_ends_all_waiting_except_for_sweeps(
 
     with setup.engine(DRAM, tmp_path) as engine:
         engine.step(setup.batches(1)[0])
-        sweep_start = sweep.start
-        monkeypatch.setattr(transfer.sweep, "start", start)
+        sweep_start = sweep.PreparedSweep.start
+        monkeypatch.setattr(sweep.PreparedSweep, "start", start)
         monkeypatch.setattr(Runner, "_settle", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.finish()

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.errors import NonFiniteMasterError
 from penstock.optim import device_sweep, rules, sweep
+from penstock.optim.device_backend import DeviceTicket
 from penstock.optim.rules import Coefficients
 from penstock.optim.sweep import LEAF, Segment
 from penstock.units import GiB
@@ -145,6 +147,58 @@ def test_segments_of_several_groups_and_chunks_give_the_same_bits(
         step_on_host("adamw", host, grad, by=by, key=KEY)
 
         assert differing(there, host) == {}
+
+
+@on_device
+@pytest.mark.parametrize("moments", MOMENTS)
+def test_a_prepared_sweep_takes_the_constants_of_each_step(
+    moments: str, device: torch.device
+) -> None:
+    host = state_of(LEAF + 13, "adamw", "bf16", moments)
+    there, grad = to(host, device), torch.empty(LEAF + 13, dtype=torch.bfloat16, device=device)
+    segment = Segment(name="x", grad=grad, by=Coefficients(), **there)  # type: ignore[arg-type]
+    prepared = device_sweep.PreparedDeviceSweep("adamw", [segment])
+    for step in (1, 2, 3):
+        by = rules.adamw(step=step, lr=1e-2, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
+        values = grad_of(LEAF + 13, torch.bfloat16, step)
+        grad.copy_(values)
+        step_on_host("adamw", host, values, by=by, key=step)
+
+        prepared.start([(by, step)]).wait()
+
+        assert differing(there, host) == {}, step
+
+
+@on_device
+def test_results_that_are_fetched_together_are_those_of_each(device: torch.device) -> None:
+    """Of sweeps, one of which refuses an element, and of norms, one of which is not finite."""
+    by = rules.adamw(step=1, lr=1e-2, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)
+    huge = rules.adamw(step=1, lr=1e38, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0)
+    grads = [grad_of(LEAF * n + 5, torch.bfloat16, n) for n in (1, 2, 3)]
+    grads[1][LEAF] = float("inf")
+    tickets: list[Any] = []
+    for grad, with_rate in zip(grads, (by, huge, by), strict=True):
+        state = to(state_of(grad.numel(), "adamw", "fp16", "fp32"), device)
+        more: Any = {"grad": grad.nan_to_num().to(device), "by": with_rate}
+        tickets.append(device_sweep.start("adamw", [Segment(name="x", **more, **state)]))
+        tickets.append(device_sweep.start_stats([grad.to(device), grad[:7].to(device)]))
+    wanted = [result_of(ticket) for ticket in tickets]
+    assert "refused" in wanted[2]
+    assert wanted[3].first_bad == (0, LEAF)
+    for ticket in tickets:
+        ticket._values = None
+
+    DeviceTicket.fetch_all(tickets)
+
+    assert all(ticket._values is not None for ticket in tickets)
+    assert [result_of(ticket) for ticket in tickets] == wanted
+
+
+def result_of(ticket: Any) -> Any:
+    try:
+        return ticket.wait()
+    except NonFiniteMasterError as error:
+        return f"refused: {error}"
 
 
 @on_device

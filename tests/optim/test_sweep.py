@@ -14,7 +14,7 @@ from penstock import _native
 from penstock.errors import NonFiniteMasterError, SweepInputError
 from penstock.optim import reference, rules
 from penstock.optim.rules import RuleName
-from penstock.optim.sweep import LEAF, Pool, grad_stats, start
+from penstock.optim.sweep import LEAF, Pool, PreparedSweep, grad_stats, start
 from tests.support.sweeps import (
     FLOATS,
     MOMENTS,
@@ -108,6 +108,36 @@ def test_refused_elements_keep_their_moments_in_two_sweeps(
     start("adamw", segments, pool=pools[3], part="moments", after_refusal=True).wait()
 
     assert same(state, expected)
+
+
+@pytest.mark.parametrize("moments", MOMENTS)
+def test_a_prepared_sweep_takes_the_constants_of_each_step(
+    moments: str, pools: dict[int, Pool]
+) -> None:
+    n, grad = LEAF + 13, rough_grad(LEAF + 13, torch.bfloat16, 1)
+    expected = state_of(n, "adamw", torch.bfloat16, moments)
+    state = copy_of(expected)
+    prepared = PreparedSweep("adamw", split_segments(state, grad, RULES["adamw"], [LEAF]))
+    for step in (1, 2, 3):
+        by = rules.adamw(
+            step=step, lr=1e-2 / step, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, scale=step
+        )
+        grad.copy_(rough_grad(n, torch.bfloat16, step))
+        reference.sweep("adamw", expected, grad, by, key=step)
+
+        for part in ("weights", "moments") if step == 3 else ("all",):
+            prepared.start([(by, step)] * 2, pool=pools[3], part=part).wait()  # type: ignore[arg-type]
+
+        assert same(state, expected), step
+
+
+def test_a_prepared_sweep_checks_constants_before_it_sweeps_a_part() -> None:
+    state, grad = state_of(64, "adamw", torch.bfloat16, "fp32"), rough_grad(64, torch.bfloat16, 1)
+    prepared = PreparedSweep("adamw", split_segments(state, grad, RULES["adamw"], []))
+    by = replace(RULES["adamw"], l2=0.1)
+
+    with pytest.raises(SweepInputError, match="sweep all of it at once"):
+        prepared.start([(by, 1)], part="weights")
 
 
 def test_only_adamw_without_l2_can_be_swept_in_two_parts() -> None:

@@ -17,12 +17,13 @@ import torch
 
 from penstock.engine.attention_results import AttentionResults
 from penstock.engine.dequantized_weights import DequantizedWeights
-from penstock.engine.device import Device
+from penstock.engine.device import Device, DeviceSweep
 from penstock.engine.disk_pipe import DiskPipe
 from penstock.engine.gradients import GradientSums
 from penstock.engine.held_blocks import HeldBlocks
 from penstock.engine.hidden_states import HiddenStates
 from penstock.engine.host_arenas import HostArenas
+from penstock.engine.pending_update import Swept
 from penstock.engine.program import Buffers, Program, compile_program
 from penstock.engine.spans import WeightSlots
 from penstock.engine.startup import HBM, HOST, StartUp
@@ -34,6 +35,7 @@ from penstock.memory.arena import Arena
 from penstock.memory.heap import return_freed_memory
 from penstock.memory.placement import Node
 from penstock.model.inventory import Inventory
+from penstock.optim.sweep import PreparedSweep
 from penstock.optim.thread_pool import Pool
 from penstock.plan.buffers import MAILBOXES, STATES, pipe_lanes, pipe_nbytes, states_nbytes
 from penstock.plan.build_schedule import (
@@ -83,6 +85,10 @@ class EngineMemory:
     """Per lane that copies between the device and NVMe, its pair of host buffers."""
     sweep_pool: Pool
     """Threads of the CPU sweep."""
+    sweeps: dict[Swept, PreparedSweep]
+    """Sweeps on the CPU of what stays where it is, by block and piece, from their first start."""
+    device_sweeps: dict[Swept, DeviceSweep]
+    """Sweeps of what stays in device memory, likewise."""
     updates: TensorUpdates | None
     """Updates of whole tensors; None if the optimizer works element by element."""
     start_up: StartUp
@@ -112,6 +118,8 @@ class EngineMemory:
         self.gradients.start_step()
         self.gradient_pool = self.staging = self.states = torch.empty(0, dtype=torch.uint8)
         self.updates = None
+        self.sweeps.clear()
+        self.device_sweeps.clear()
         self.pipes.clear()
         self.device.limit_memory(None)
 
@@ -269,6 +277,8 @@ def allocate(
                 states=device.empty(programs.nbytes("states"), STATES),
                 pipes=pipes,
                 sweep_pool=sweep_pool,
+                sweeps={},
+                device_sweeps={},
                 updates=None if workspace is None else TensorUpdates(inventory, device, workspace),
                 start_up=start_up,
             )

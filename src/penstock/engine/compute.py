@@ -104,10 +104,14 @@ class Computer:
         if (op.block, op.piece) in pending.done:
             del step.started[at]  # an earlier step swept it and failed later
             return
-        roles, start, stop = self._mover.spans_to_sweep(step, at, op)
-        segments = make_segments(self._tiers.inventory, op.block, pending, roles, start, stop)
-        ticket = self._device.start_sweep(pending.rule, segments, self._memory.sweep_pool)
-        step.device_sweeps.append(ticket)
+        prepared = self._memory.device_sweeps.get((op.block, op.piece))
+        if prepared is None:
+            roles, start, stop = self._mover.spans_to_sweep(step, at, op)
+            segments = make_segments(self._tiers.inventory, op.block, pending, roles, start, stop)
+            pool = self._memory.sweep_pool
+            prepared = self._device.prepare_sweep(pending.rule, segments, pool)
+            self._memory.device_sweeps[op.block, op.piece] = prepared
+        step.device_sweeps.append(prepared.start(pending.constants(prepared.segments)))
         pending.done.add((op.block, op.piece))
 
     # Forward.

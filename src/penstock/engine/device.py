@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,9 +25,10 @@ from penstock.machine.sysfs import System
 from penstock.model import autograd_warmup
 from penstock.model.storage_counter import StorageCounter
 from penstock.optim import device_norms, device_sweep, sweep
+from penstock.optim.device_backend import DeviceTicket
 from penstock.optim.norms import GradStats
 from penstock.optim.rules import RuleName
-from penstock.optim.sweep import Segment
+from penstock.optim.sweep import Constants, Segment
 from penstock.optim.thread_pool import Pool
 from penstock.ticket import Finished, Ticket
 
@@ -59,6 +60,16 @@ class PeakMemory:
     """Held by torch's allocator, which had nothing unused before."""
     kept: int
     """In tensors that exist after the work."""
+
+
+class DeviceSweep(Protocol):
+    """An optimizer sweep over states in device memory, whose tensors were checked."""
+
+    @property
+    def segments(self) -> Sequence[Segment]: ...
+
+    def start(self, constants: Sequence[Constants]) -> Ticket[object]:
+        """Start it with the constants of each segment."""
 
 
 class Device(Protocol):
@@ -100,10 +111,14 @@ class Device(Protocol):
     def start_stats(self, grads: Sequence[torch.Tensor]) -> Ticket[GradStats]:
         """Start computing norm and overflow of gradients in device memory."""
 
-    def start_sweep(
-        self, rule: RuleName, segments: Sequence[Segment], pool: Pool
-    ) -> Ticket[object]:
-        """Start an optimizer sweep over states in device memory."""
+    def prepare_sweep(self, rule: RuleName, segments: Sequence[Segment], pool: Pool) -> DeviceSweep:
+        """Prepare an optimizer sweep over states in device memory."""
+
+    def fetch_results(self, tickets: Iterable[Ticket[object]]) -> None:
+        """Fetch what sweeps and stats report with one copy, once they have ended.
+
+        Otherwise `wait` makes a copy for each of them.
+        """
 
     def limit_memory(self, nbytes: int | None) -> None:
         """Let torch reserve at most `nbytes` in total; None removes the limit."""
@@ -176,12 +191,11 @@ class CpuDevice:
     def start_stats(self, grads: Sequence[torch.Tensor]) -> Ticket[GradStats]:
         return Finished(sweep.grad_stats(grads))
 
-    def start_sweep(
-        self, rule: RuleName, segments: Sequence[Segment], pool: Pool
-    ) -> Ticket[object]:
-        ticket = sweep.start(rule, segments, pool=pool)
-        ticket.settle()  # `wait` reports a refused element
-        return ticket
+    def prepare_sweep(self, rule: RuleName, segments: Sequence[Segment], pool: Pool) -> DeviceSweep:
+        return _SettledSweep(sweep.PreparedSweep(rule, segments), pool)
+
+    def fetch_results(self, tickets: Iterable[Ticket[object]]) -> None:
+        return
 
     def limit_memory(self, nbytes: int | None) -> None:
         """Do nothing: the OS limits host memory."""
@@ -215,6 +229,22 @@ class CpuDevice:
 
     def seed(self, value: int) -> None:
         torch.manual_seed(value)
+
+
+class _SettledSweep:
+    """A sweep on the CPU in place of the device: it has ended when it was started."""
+
+    def __init__(self, prepared: sweep.PreparedSweep, pool: Pool) -> None:
+        self._prepared, self._pool = prepared, pool
+
+    @property
+    def segments(self) -> Sequence[Segment]:
+        return self._prepared.segments
+
+    def start(self, constants: Sequence[Constants]) -> Ticket[object]:
+        ticket = self._prepared.start(constants, pool=self._pool)
+        ticket.settle()  # `wait` reports a refused element
+        return ticket
 
 
 class CudaDevice:
@@ -287,10 +317,11 @@ class CudaDevice:
     def start_stats(self, grads: Sequence[torch.Tensor]) -> Ticket[GradStats]:
         return device_norms.start_stats(grads)
 
-    def start_sweep(
-        self, rule: RuleName, segments: Sequence[Segment], pool: Pool
-    ) -> Ticket[object]:
-        return device_sweep.start(rule, segments)
+    def prepare_sweep(self, rule: RuleName, segments: Sequence[Segment], pool: Pool) -> DeviceSweep:
+        return device_sweep.PreparedDeviceSweep(rule, segments)
+
+    def fetch_results(self, tickets: Iterable[Ticket[object]]) -> None:
+        DeviceTicket.fetch_all(t for t in tickets if isinstance(t, DeviceTicket))
 
     def limit_memory(self, nbytes: int | None) -> None:
         total = torch.cuda.get_device_properties(self.torch_device).total_memory

@@ -304,6 +304,7 @@ class GradientSums:
     def gather_stats(self) -> GradStats:
         """Wait for the norms of all blocks; return norm and overflow of the whole gradient."""
         total = NO_GRADIENT
+        self._device.fetch_results(ticket for _, _, ticket in self.stats)
         for block, tensor, ticket in self.stats:
             stats = ticket.wait()
             bad = None if stats.first_bad is None else (block, tensor + stats.first_bad[0])

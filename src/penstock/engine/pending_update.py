@@ -6,13 +6,13 @@ The sweeps that apply it run block by block during the next forward pass.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from penstock.engine.spans import Span
 from penstock.model.inventory import Inventory
 from penstock.optim.rules import Coefficients, RuleName, draw_key
-from penstock.optim.sweep import Part, Segment, SweepTicket
+from penstock.optim.sweep import Constants, Part, Segment, SweepTicket
 from penstock.optim.tensor_rules import TensorUpdate
 from penstock.plan.schedule import Operation
 from penstock.roles import MOMENTS, WEIGHTS, Role
@@ -41,6 +41,10 @@ class PendingUpdate:
     """Updates of the tensors that are updated as a whole."""
     updated: set[str] = field(default_factory=set)
     """Those of them whose update has been issued."""
+
+    def constants(self, segments: Iterable[Segment]) -> list[Constants]:
+        """Return what segments are updated by, in their order."""
+        return [(self.coefficients[s.name], self.keys[s.name]) for s in segments]
 
     def part_to_sweep(self, operation: Operation) -> Part | None:
         """Return what a sweep on the CPU has to update; None if earlier ones have done it.

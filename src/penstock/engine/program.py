@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from penstock.model.inventory import Inventory
 from penstock.plan.lifetimes import (
@@ -90,6 +90,15 @@ class Program:
 
     held: frozenset[int] = frozenset()
     """See `Schedule.held`."""
+
+    by_lane: Mapping[str, tuple[tuple[int, Operation], ...]] = field(init=False)
+    """The operations of each lane, each with its index."""
+
+    def __post_init__(self) -> None:
+        lanes: dict[str, list[tuple[int, Operation]]] = {}
+        for at, operation in enumerate(self.operations):
+            lanes.setdefault(operation.lane, []).append((at, operation))
+        object.__setattr__(self, "by_lane", {lane: tuple(ops) for lane, ops in lanes.items()})
 
     def is_chunked(self, part: SumPart) -> bool:
         """Return whether gradients that are exchanged are in fp32; see `lifetimes.is_chunked`."""

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from penstock.engine.allocate import EngineMemory
 from penstock.engine.compute import Computer
@@ -30,7 +31,7 @@ from penstock.engine.step_records import (
 from penstock.engine.step_state import StepState
 from penstock.engine.ticket_board import StoppedError, TicketBoard
 from penstock.engine.transfer import Mover
-from penstock.plan.schedule import Verb
+from penstock.plan.schedule import Operation, Verb
 
 SWITCH_SECONDS = 2e-4
 """How long a thread may keep the interpreter's lock while others wait for it, during a step. With
@@ -43,7 +44,16 @@ LANES = (
 )
 """Lanes with a thread of their own; the calling thread serves the lane `compute`."""
 
-Job = Callable[[], None]
+
+class LaneWork(NamedTuple):
+    """What a lane does in one step."""
+
+    carry_out: Callable[[int, Operation], None]
+    """Carries out one operation, given its index in the program."""
+
+    operations: Sequence[tuple[int, Operation]]
+    """The lane's operations, in the order of the schedule."""
+
 
 Progress = Callable[[int, int, str], None]
 """Called with the index of an operation, the number of operations, and a description."""
@@ -81,7 +91,7 @@ class Runner:
             self._mover.end_sweeps()
 
     def _run(self, step: StepState) -> None:
-        jobs = self._jobs(step)
+        work = self._work(step)
         # Other ranks wait in collective calls for this one, and this one may wait for them.
         step.tickets.on_failure = self._memory.ranks.abort
         self._current = step
@@ -91,7 +101,7 @@ class Runner:
         # clocks of host and device also agree at the origin (`Device.seconds_between`).
         device.synchronize()
         step.origin = device.record()
-        idle = [self._lanes[name].start(todo, step.tickets) for name, todo in jobs.items() if todo]
+        idle = [self._lanes[name].start(todo, step.tickets) for name, todo in work.items()]
         try:
             with device.lane("compute"), deterministic_kernels(self._deterministic):
                 self._compute(step)
@@ -128,8 +138,8 @@ class Runner:
         self._mover.end_sweeps()
         self._latest = None
 
-    def _jobs(self, step: StepState) -> dict[str, list[Job]]:
-        """Return each lane's operations, in the order of the schedule."""
+    def _work(self, step: StepState) -> dict[str, LaneWork]:
+        """Return what each lane has to do."""
         mover = self._mover
         methods = {
             "read": mover.read,
@@ -146,11 +156,11 @@ class Runner:
             "fetch attention": mover.fetch_attention,
             "drain attention": mover.offload_attention,
         }
-        jobs: dict[str, list[Job]] = {name: [] for name in LANES}
-        for at, op in enumerate(step.program.operations):
-            if op.lane in jobs:
-                jobs[op.lane].append(partial(methods[op.lane], step, at, op))
-        return jobs
+        return {
+            name: LaneWork(partial(methods[name], step), operations)
+            for name, operations in step.program.by_lane.items()
+            if name in methods
+        }
 
     def _compute(self, step: StepState) -> None:
         self._computer.start(step)
@@ -167,7 +177,11 @@ class Runner:
 
     def _settle(self, step: StepState) -> None:
         """Block until all issued work has finished; record its failures."""
-        for ticket in [*step.tickets.posted(), *step.device_sweeps]:
+        for ticket in step.tickets.posted():
+            self._wait_despite_interrupt(step, ticket.wait)
+        sweeps = step.device_sweeps
+        self._wait_despite_interrupt(step, partial(self._memory.device.fetch_results, sweeps))
+        for ticket in sweeps:
             self._wait_despite_interrupt(step, ticket.wait)
 
     def _clean_up(self, step: StepState) -> None:
@@ -209,24 +223,24 @@ class Runner:
 
 
 class Lane:
-    """One thread, asleep between steps, that carries out the jobs of its lane in order.
+    """One thread, asleep between steps, that carries out the operations of its lane in order.
 
-    After a failure of any thread it does not begin the remaining jobs of that step.
+    After a failure of any thread it does not begin the remaining operations of that step.
     """
 
     def __init__(self, name: str, device: Device) -> None:
         self.name = name
         self._device = device
-        self._steps: queue.SimpleQueue[
-            tuple[Sequence[Job], TicketBoard, threading.Event] | None
-        ] = queue.SimpleQueue()
+        self._steps: queue.SimpleQueue[tuple[LaneWork, TicketBoard, threading.Event] | None] = (
+            queue.SimpleQueue()
+        )
         self._thread = threading.Thread(target=self._serve, name=f"penstock {name}", daemon=True)
         self._thread.start()
 
-    def start(self, jobs: Sequence[Job], tickets: TicketBoard) -> threading.Event:
-        """Start the jobs; the returned event is set when the thread is idle again."""
+    def start(self, work: LaneWork, tickets: TicketBoard) -> threading.Event:
+        """Start the work; the returned event is set when the thread is idle again."""
         idle = threading.Event()
-        self._steps.put((jobs, tickets, idle))
+        self._steps.put((work, tickets, idle))
         return idle
 
     def close(self) -> None:
@@ -235,13 +249,13 @@ class Lane:
 
     def _serve(self) -> None:
         while (step := self._steps.get()) is not None:
-            jobs, tickets, idle = step
+            work, tickets, idle = step
             try:
                 with self._device.lane(self.name):
-                    for job in jobs:
+                    for at, operation in work.operations:
                         if tickets.failed is not None:
                             break
-                        job()
+                        work.carry_out(at, operation)
             except StoppedError:
                 pass  # the failure of another thread, which is on the board
             except BaseException as error:

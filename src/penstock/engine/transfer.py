@@ -28,13 +28,14 @@ import torch
 
 from penstock.engine.allocate import EngineMemory
 from penstock.engine.disk_pipe import DiskPipe
-from penstock.engine.pending_update import make_segments
+from penstock.engine.pending_update import PendingUpdate, make_segments
 from penstock.engine.program import Program
 from penstock.engine.spans import Span
 from penstock.engine.step_state import StepState, attention_key
 from penstock.engine.tensor_updates import TensorUpdates
 from penstock.engine.ticket_board import StoppedError
 from penstock.optim import sweep
+from penstock.optim.sweep import PreparedSweep
 from penstock.plan.lifetimes import BufferKey, BufferKind, operation_span
 from penstock.plan.schedule import Operation, Verb
 from penstock.roles import STATE, Role
@@ -119,8 +120,7 @@ class Mover:
         if self._memory.updates is not None:
             self._update_tensors(step, at, op, self._memory.updates)
             return
-        roles, start, stop = self.spans_to_sweep(step, at, op)
-        segments = make_segments(self._tiers.inventory, op.block, pending, roles, start, stop)
+        prepared = self._prepare_sweep(step, at, op, pending)
         with self._sweep_lock:
             if step.tickets.failed is not None:  # perhaps nobody waits for sweeps any more
                 raise StoppedError
@@ -128,9 +128,9 @@ class Mover:
             # the two parts of a divided sweep do, and the second has waited for the first.
             key = (op.block, op.piece)
             refused = part == "moments" and pending.late[key].refused
-            ticket = sweep.start(
-                pending.rule, segments, pool=self._memory.sweep_pool, independent=True, part=part,
-                after_refusal=refused,
+            ticket = prepared.start(
+                pending.constants(prepared.segments), pool=self._memory.sweep_pool,
+                independent=True, part=part, after_refusal=refused,
             )  # fmt: skip
             self._sweeps.append(ticket)
             pending.done.add(key)
@@ -140,6 +140,20 @@ class Mover:
             elif part == "moments":
                 del pending.late[key]
         step.tickets.post(at, ticket)
+
+    def _prepare_sweep(
+        self, step: StepState, at: int, op: Operation, pending: PendingUpdate
+    ) -> PreparedSweep:
+        """Return the sweep of a block or a piece. Unless it passes through staging, it is kept."""
+        key = (op.block, op.piece)
+        if (known := self._memory.sweeps.get(key)) is not None:
+            return known
+        roles, start, stop = self.spans_to_sweep(step, at, op)
+        segments = make_segments(self._tiers.inventory, op.block, pending, roles, start, stop)
+        prepared = PreparedSweep(pending.rule, segments)
+        if step.program.read_of[at] < 0:  # otherwise its tensors are elsewhere in the next step
+            self._memory.sweeps[key] = prepared
+        return prepared
 
     def _update_tensors(
         self, step: StepState, at: int, op: Operation, updates: TensorUpdates
@@ -155,7 +169,8 @@ class Mover:
         on_device = self._tiers.on_device(op.block, Role.WEIGHT)
         swept: Ticket[object] | None = None
         if segments and on_device:
-            swept = self._device.start_sweep(pending.rule, segments, self._memory.sweep_pool)
+            prepared = self._device.prepare_sweep(pending.rule, segments, self._memory.sweep_pool)
+            swept = prepared.start(pending.constants(segments))
             step.device_sweeps.append(swept)
         with self._sweep_lock:
             if step.tickets.failed is not None:  # perhaps nobody waits for sweeps any more
@@ -197,9 +212,9 @@ class Mover:
         first = self._tiers.first_element(op.block, True)
         roles = self._spans_read_for(step.program, at)
         args = (self._tiers.inventory, op.block, pending, roles, first + start, first + stop)
-        swept = self._device.start_sweep(
-            pending.rule, make_segments(*args), self._memory.sweep_pool
-        )
+        segments = make_segments(*args)
+        prepared = self._device.prepare_sweep(pending.rule, segments, self._memory.sweep_pool)
+        swept = prepared.start(pending.constants(segments))
         step.device_sweeps.append(swept)
         step.tickets.post(at, self._device.record())
 

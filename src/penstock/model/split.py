@@ -159,6 +159,8 @@ class SplitModel:
         # Last: everything above looks at all modules of the model, layers included.
         self._probes.install()
         self._placeholders: dict[torch.device, dict[str, nn.Parameter]] = {}
+        self._modules: list[nn.Module] = []
+        """All modules, once `train` has set their mode."""
 
     # Weights
 
@@ -193,6 +195,10 @@ class SplitModel:
 
     def train(self, training: bool) -> None:
         """Set training mode in the model and in its layers, which were lifted out of it."""
+        # Looking is ten times as fast as setting, and most steps find the mode that they need.
+        if self._modules and all(module.training is training for module in self._modules):
+            return
+        self._modules = [m for part in (self.model, *self.layers) for m in part.modules()]
         self.model.train(training)
         for layer in self.layers:
             set_training(layer, training)

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import importlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
@@ -33,13 +33,20 @@ T = TypeVar("T")
 class DeviceTicket(Generic[T]):
     """Kernels queued on the current CUDA stream (a `penstock.ticket.Ticket`).
 
-    `read` computes the result from what the kernels wrote, or raises. The ticket keeps `tensors`
-    alive: the caching allocator could otherwise give their memory to another stream while the
-    kernels still use it.
+    `read` computes the result from the numbers that the kernels wrote, or raises. The ticket keeps
+    `tensors` alive: the caching allocator could otherwise give their memory to another stream while
+    the kernels still use it.
     """
 
-    def __init__(self, device: torch.device, tensors: object, read: Callable[[], T]) -> None:
-        self._tensors, self._read = tensors, read
+    def __init__(
+        self,
+        device: torch.device,
+        tensors: object,
+        numbers: torch.Tensor,
+        read: Callable[[list[int]], T],
+    ) -> None:
+        self._tensors, self._numbers, self._read = tensors, numbers, read
+        self._values: list[int] | None = None
         self._event = record_event(device)
 
     def done(self) -> bool:
@@ -48,12 +55,30 @@ class DeviceTicket(Generic[T]):
     def wait(self) -> T:
         if self._event is not None:
             self._event.synchronize()
-        return self._read()
+        if self._values is None:
+            self._values = self._numbers.tolist()
+        return self._read(self._values)
 
     def settle(self) -> None:
         with contextlib.suppress(RuntimeError):  # a broken CUDA context runs nothing any more
             if self._event is not None:
                 self._event.synchronize()
+
+    @staticmethod
+    def fetch_all(tickets: Iterable[DeviceTicket[Any]]) -> None:
+        """Copy the numbers of all tickets to the host at once, so that no `wait` has to.
+
+        Each copy makes the host wait for the device, so a hundred of them take milliseconds.
+        """
+        missing = [ticket for ticket in tickets if ticket._values is None]
+        for ticket in missing:
+            ticket.settle()
+        if len(missing) < 2:
+            return
+        values = torch.cat([ticket._numbers for ticket in missing]).tolist()
+        for ticket in missing:
+            count = ticket._numbers.numel()
+            ticket._values, values = values[:count], values[count:]
 
 
 @functools.cache

@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 
@@ -26,6 +27,8 @@ from penstock.optim.device_backend import (
 from penstock.optim.norms import GradStats
 from penstock.optim.sweep import LEAF
 from penstock.ticket import Finished, Ticket
+
+Numbers = TypeVar("Numbers", torch.Tensor, list[int])
 
 _KIND = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _NOWHERE = 2**63 - 1
@@ -61,16 +64,15 @@ def start_stats(
         return Finished(_no_stats())
     with use_device(full[0].device):
         if choose_backend(backend) == "torch":
-            done = _run_torch(tensors)
-            return DeviceTicket(full[0].device, (), lambda: done)
-        return DeviceTicket(full[0].device, (), _run_triton(tensors))
+            return Finished(_run_torch(tensors))
+        return _run_triton(tensors)
 
 
-def _run_triton(grads: Sequence[torch.Tensor]) -> Callable[[], GradStats]:
+def _run_triton(grads: Sequence[torch.Tensor]) -> Ticket[GradStats]:
     norm, device = load_kernels("norm_kernels"), grads[0].device
-    limbs = torch.zeros(norm.NUM_LIMBS, dtype=torch.int64, device=device)
-    tops = torch.zeros(len(grads), dtype=torch.int64, device=device)
-    bads = torch.full((len(grads),), _NOWHERE, dtype=torch.int64, device=device)
+    numbers = torch.zeros(norm.NUM_LIMBS + 2 * len(grads), dtype=torch.int64, device=device)
+    limbs, tops, bads = _parts(numbers, len(grads))
+    bads.fill_(_NOWHERE)
     for i, grad in enumerate(grads):
         n, leaves = grad.numel(), -(-grad.numel() // LEAF)
         if not n:
@@ -86,13 +88,24 @@ def _run_triton(grads: Sequence[torch.Tensor]) -> Callable[[], GradStats]:
         norm.limb_kernel[(-(-leaves // _LIMB_LEAVES),)](
             *(sums, limbs, leaves), LEAVES=_LIMB_LEAVES, num_warps=4
         )
-    return functools.partial(_read, limbs, tops, bads)
+    return DeviceTicket(device, (), numbers, functools.partial(_read, len(grads)))
 
 
-def _read(limbs: torch.Tensor, tops: torch.Tensor, bads: torch.Tensor) -> GradStats:
-    units = sum(limb << (32 * i) for i, limb in enumerate(limbs.tolist()))
-    max_abs: float = struct.unpack("<f", struct.pack("<I", max(tops.tolist())))[0]
-    bad = next(((i, at) for i, at in enumerate(bads.tolist()) if at != _NOWHERE), None)
+def _parts(numbers: Numbers, grads: int) -> tuple[Numbers, Numbers, Numbers]:
+    """Return what the kernels write: the limbs of the sum, and two numbers per tensor.
+
+    These are the bits of its largest magnitude, and the index of its first element that is not
+    finite.
+    """
+    return numbers[: -2 * grads], numbers[-2 * grads : -grads], numbers[-grads:]
+
+
+def _read(grads: int, numbers: list[int]) -> GradStats:
+    """Return the stats of `grads` tensors from what the kernels wrote."""
+    limbs, tops, bads = _parts(numbers, grads)
+    units = sum(limb << (32 * i) for i, limb in enumerate(limbs))
+    max_abs: float = struct.unpack("<f", struct.pack("<I", max(tops)))[0]
+    bad = next(((i, at) for i, at in enumerate(bads) if at != _NOWHERE), None)
     return GradStats(units, max_abs, bad)
 
 

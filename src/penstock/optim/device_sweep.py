@@ -30,7 +30,7 @@ from penstock.optim.device_backend import (
 from penstock.optim.device_norms import grad_stats, start_stats
 from penstock.optim.norms import GradStats
 from penstock.optim.rules import RuleName
-from penstock.optim.sweep import Segment
+from penstock.optim.sweep import Constants, Segment
 from penstock.ticket import Finished, Ticket
 
 _GRAD = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -42,6 +42,44 @@ _ROWS = 4
 """Number of rows in a kernel's tile, each with one base: eight elements per thread with four
 warps."""
 _TILE = _ROWS * _native.SWEEP_MOMENT_BLOCK
+
+
+class PreparedDeviceSweep:
+    """Segments on one CUDA device that were checked once: `sweep.PreparedSweep` for the GPU."""
+
+    def __init__(
+        self, rule: RuleName, segments: Sequence[Segment], *, backend: Backend | None = None
+    ) -> None:
+        self.rule, self.segments, self._backend = rule, tuple(segments), backend
+        if not segments:
+            return
+        check_segments(rule, segments)
+        self._device = segments[0].grad.device
+        uses_triton = choose_backend(backend) == "triton"
+        self._run = _run_triton if uses_triton else _run_torch
+        # The kernel never accesses roles that the format lacks, so any pointer will do for them.
+        self._data = [
+            [raw_bits(s.grad), *(raw_bits(s.grad if t is None else t) for _, t in buffers(s))]
+            for s in self.segments
+        ]
+
+    def start(
+        self, constants: Sequence[Constants] | None = None, *, stats: bool = False
+    ) -> Ticket[GradStats | None]:
+        """Queue one step as `start` does, by default with the constants of the segments."""
+        if not self.segments:
+            return Finished(start_stats(()).wait() if stats else None)
+        if constants is None:
+            constants = [(s.by, s.key) for s in self.segments]
+        with use_device(self._device):
+            grads = [s.grad for s in self.segments]
+            found = start_stats(grads, backend=self._backend) if stats else None
+            refused = torch.full((len(grads),), _NOWHERE, dtype=torch.int64, device=self._device)
+            for i, segment in enumerate(self.segments):
+                if segment.grad.numel():
+                    self._run(self.rule, segment, self._data[i], constants[i], refused[i:])
+            read = partial(_read, self.segments, found)
+            return DeviceTicket(self._device, self.segments, refused, read)
 
 
 def start(
@@ -56,40 +94,30 @@ def start(
     With `stats`, the gradients are read once more for their norm. The caller must keep the memory
     of the tensors from being reused by other streams until `wait` returns.
     """
-    if not segments:
-        return Finished(start_stats(()).wait() if stats else None)
-    check_segments(rule, segments)
-    run = _run_triton if choose_backend(backend) == "triton" else _run_torch
-    device = segments[0].grad.device
-    with use_device(device):
-        found = start_stats([s.grad for s in segments], backend=backend) if stats else None
-        refused = torch.full((len(segments),), _NOWHERE, dtype=torch.int64, device=device)
-        for i, segment in enumerate(segments):
-            if segment.grad.numel():
-                run(rule, segment, refused[i:])
-        return DeviceTicket(device, segments, partial(_read, tuple(segments), refused, found))
+    return PreparedDeviceSweep(rule, segments, backend=backend).start(stats=stats)
 
 
 def _read(
-    segments: Sequence[Segment], refused: torch.Tensor, stats: Ticket[GradStats] | None
+    segments: Sequence[Segment], stats: Ticket[GradStats] | None, refused: list[int]
 ) -> GradStats | None:
     """Return the gradients' stats once the kernels have ended.
 
     Raises NonFiniteMasterError if an element was refused.
     """
-    for segment, at in zip(segments, refused.tolist(), strict=True):
+    for segment, at in zip(segments, refused, strict=True):
         if at != _NOWHERE:
             raise NonFiniteMasterError(segment.name, segment.first_index + at)
     return None if stats is None else stats.wait()
 
 
-def _run_triton(rule: RuleName, s: Segment, refused: torch.Tensor) -> None:
-    n, by = s.grad.numel(), s.by
-    # The kernel never accesses roles that the format lacks, so any pointer will do for them.
-    roles = [raw_bits(s.grad if tensor is None else tensor) for _, tensor in buffers(s)]
+def _run_triton(
+    rule: RuleName, s: Segment, data: Sequence[torch.Tensor], constants: Constants,
+    refused: torch.Tensor,
+) -> None:  # fmt: skip
+    n, (by, key) = s.grad.numel(), constants
     load_kernels("device_kernels").sweep_kernel[(-(-n // _TILE),)](
-        *(raw_bits(s.grad), *roles, refused),
-        *(n, s.first_index, _signed(s.key), _signed(s.key >> 32)),
+        *(*data, refused),
+        *(n, s.first_index, _signed(key), _signed(key >> 32)),
         *(by.scale, by.l2, by.decay, by.rate, by.fresh1, by.fresh2, by.eps, by.keep),
         RULE=rule,
         LOOK=bool(by.look),
@@ -110,12 +138,16 @@ def _signed(word: int) -> int:
     return low - (1 << 32) if low >= 1 << 31 else low
 
 
-def _run_torch(rule: RuleName, s: Segment, refused: torch.Tensor) -> None:
+def _run_torch(
+    rule: RuleName, s: Segment, data: Sequence[torch.Tensor], constants: Constants,
+    refused: torch.Tensor,
+) -> None:  # fmt: skip
+    by, key = constants
     state = {role: t.detach().view(-1) for role, t in buffers(s) if t is not None}
     grad = s.grad.detach().view(-1)
-    at = reference.sweep(rule, state, grad, s.by, key=s.key, first_index=s.first_index)
+    at = reference.sweep(rule, state, grad, by, key=key, first_index=s.first_index)
     if at is not None:
         refused[:1] = at
 
 
-__all__ = ["grad_stats", "start", "start_stats"]
+__all__ = ["PreparedDeviceSweep", "grad_stats", "start", "start_stats"]

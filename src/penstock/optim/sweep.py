@@ -88,6 +88,10 @@ class Segment:
     """`rules.draw_key(seed, step, tensor_id)`: the key of stochastic rounding."""
 
 
+Constants = tuple[Coefficients, int]
+"""What differs from step to step: the coefficients of a segment, and its key."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Kind:
     """Formats that all segments of a job share, because one kernel processes them all."""
@@ -160,6 +164,56 @@ class SweepTicket:
         self._segments = None
 
 
+class PreparedSweep:
+    """Segments that were checked once, and are swept at every step with other constants.
+
+    The checks take several times as long as starting a sweep does, and the threads that launch
+    kernels wait for the interpreter meanwhile.
+    """
+
+    def __init__(self, rule: RuleName, segments: Sequence[Segment]) -> None:
+        self.rule, self.segments = rule, tuple(segments)
+        if not segments:
+            return
+        kind = _check_all(rule, segments)
+        self._code = _RULE[rule], kind.grad, kind.master, kind.moments
+        native = [_to_native(s, (s.by, s.key)) for s in segments]
+        if (hit := _native.sweep_overlap(native, *self._code)) is not None:
+            raise SweepInputError(
+                f"{hit[1]} of {segments[hit[0]].name}",
+                f"shares memory with {hit[3]} of {segments[hit[2]].name}; each needs its own "
+                f"memory",
+            )
+
+    def start(
+        self,
+        constants: Sequence[Constants] | None = None,
+        *,
+        pool: Pool | None = None,
+        stats: bool = False,
+        isa: str = "",
+        independent: bool = False,
+        part: Part = "all",
+        after_refusal: bool = False,
+    ) -> SweepTicket:
+        """Start one step as `start` does, by default with the constants of the segments."""
+        pool = default_pool() if pool is None else pool
+        if not self.segments:
+            return SweepTicket(pool.native.stats([], _native.GradType.bf16), (), stats)
+        if constants is None:
+            constants = [(s.by, s.key) for s in self.segments]
+        if part != "all":
+            _check_part(self.rule, self.segments, constants, part)
+        which = _PART[part]
+        if part == "moments" and after_refusal:
+            which = _native.SweepPart.checked
+        native = [_to_native(s, c) for s, c in zip(self.segments, constants, strict=True)]
+        job = pool.native.sweep(native, *self._code, stats, isa, beside=independent, part=which)
+        # A sweep over moments refuses nothing: the one over the weights has reported what it
+        # refused.
+        return SweepTicket(job, self.segments, stats, reports=part != "moments")
+
+
 def start(
     rule: RuleName,
     segments: Sequence[Segment],
@@ -184,25 +238,10 @@ def start(
     not read the weights. Pass `after_refusal` if the sweep over the weights refused an element:
     then it does, to find these elements again and leave their moments as they are.
     """
-    pool = default_pool() if pool is None else pool
-    if not segments:
-        return SweepTicket(pool.native.stats([], _native.GradType.bf16), (), stats)
-    kind = _check_all(rule, segments)
-    native = [_to_native(s) for s in segments]
-    code = _RULE[rule], kind.grad, kind.master, kind.moments
-    if (hit := _native.sweep_overlap(native, *code)) is not None:
-        raise SweepInputError(
-            f"{hit[1]} of {segments[hit[0]].name}",
-            f"shares memory with {hit[3]} of {segments[hit[2]].name}; each needs its own memory",
-        )
-    if part != "all":
-        _check_part(rule, segments, part)
-    which = _PART[part]
-    if part == "moments" and after_refusal:
-        which = _native.SweepPart.checked
-    job = pool.native.sweep(native, *code, stats, isa, beside=independent, part=which)
-    # A sweep over moments refuses nothing: the one over the weights has reported what it refused.
-    return SweepTicket(job, segments, stats, reports=part != "moments")
+    return PreparedSweep(rule, segments).start(
+        pool=pool, stats=stats, isa=isa, independent=independent, part=part,
+        after_refusal=after_refusal,
+    )  # fmt: skip
 
 
 def grad_stats(
@@ -246,7 +285,9 @@ def _check_all(rule: RuleName, segments: Sequence[Segment]) -> _Kind:
     return kinds[0]
 
 
-def _check_part(rule: RuleName, segments: Sequence[Segment], part: Part) -> None:
+def _check_part(
+    rule: RuleName, segments: Sequence[Segment], constants: Sequence[Constants], part: Part
+) -> None:
     """Raise SweepInputError unless weights and moments can be updated one after the other."""
     if part not in _PART:
         raise SweepInputError("part", f"must be one of {', '.join(_PART)}, got {part!r}")
@@ -254,8 +295,8 @@ def _check_part(rule: RuleName, segments: Sequence[Segment], part: Part) -> None
         raise SweepInputError(
             "part", f"is {part!r}, but only AdamW updates weights and moments in two sweeps"
         )
-    for segment in segments:
-        if segment.by.l2:
+    for segment, (by, _) in zip(segments, constants, strict=True):
+        if by.l2:
             raise SweepInputError(
                 segment.name,
                 "has weight decay that is added to the gradient, so its moments depend on the "
@@ -329,11 +370,12 @@ def _address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _to_native(s: Segment) -> _native.Segment:
+def _to_native(s: Segment, constants: Constants) -> _native.Segment:
+    by, key = constants
     return _native.Segment(
         count=s.grad.numel(),
         first_index=s.first_index,
-        key=s.key,
+        key=key,
         grad=_address(s.grad),
         weight=_address(s.weight),
         rest=_address(s.rest),
@@ -341,7 +383,7 @@ def _to_native(s: Segment) -> _native.Segment:
         second=_address(s.second),
         first_bases=_address(s.first_base),
         second_bases=_address(s.second_base),
-        by=s.by.native(),
+        by=by.native(),
     )
 
 
@@ -364,4 +406,7 @@ def _grad_only(grad: torch.Tensor) -> _native.Segment:
     )
 
 
-__all__ = ["BLOCK", "LEAF", "GradStats", "Pool", "Segment", "SweepTicket", "grad_stats", "start"]
+__all__ = [
+    "BLOCK", "LEAF", "Constants", "GradStats", "Pool", "PreparedSweep", "Segment", "SweepTicket",
+    "grad_stats", "start",
+]  # fmt: skip
