@@ -111,8 +111,9 @@ def test_the_norm_kernels_compile_without_fused_operations(grad: str) -> None:
     from penstock.optim import norm_kernels
 
     types = {"grad": "*fp32" if grad == "fp32" else "*i16", "leaf_sums": "*fp64"}
-    types |= {"top_bits": "*i64", "first_bad": "*i64", "n": "i64"}
-    ptx = compile_ptx(norm_kernels.leaf_kernel, types, {"GRAD": grad, "LEAVES": 8})
+    types |= dict.fromkeys(("parts", "top_bits", "first_bad"), "*i64")
+    constants = {"GRAD": grad, "LEAVES": 8, "PARTS": 16, "ALIGNED": True}
+    ptx = compile_ptx(norm_kernels.leaf_kernel, types, constants)
     limbs = {"leaf_sums": "*fp64", "limbs": "*i64", "num_leaves": "i32"}
 
     assert ".ftz" not in ptx

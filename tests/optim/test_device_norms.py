@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import weakref
 from typing import Any
 
@@ -84,6 +85,31 @@ def test_the_first_bad_element_is_named(
     assert there.first_bad == host.first_bad == (1, 2 * LEAF + 17)
     assert there.units == host.units
     assert str(there.max_abs) == str(host.max_abs)
+
+
+@on_device
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_stats_of_parts_of_one_buffer_equal_those_of_the_host(
+    backend: Any, device: torch.device
+) -> None:
+    """Of any sizes, empty ones too, at places that are aligned and not, and of several types."""
+    rng = random.Random(3)
+    for step in (1, 8, 1):
+        sizes = [step * rng.choice((0, 1, 300, LEAF // 8, 3 * LEAF + 5)) for _ in range(11)]
+        whole = grad_of(sum(sizes) + 64, torch.bfloat16, step)
+        at, grads = 0, []
+        for size in sizes:
+            grads.append(whole[at : at + size])
+            at += size + rng.choice((0, step))
+        grads[4:4] = [grad_of(2 * LEAF + 1, torch.float32, 1), grad_of(7, torch.float16, 1)]
+        grads[rng.choice((0, 9))].fill_(math.inf)
+        there = whole.to(device)
+        moved = [
+            there[g.storage_offset() :][: g.numel()] if g.dtype == whole.dtype else g.to(device)
+            for g in grads
+        ]
+
+        assert device_sweep.grad_stats(moved, backend=backend) == sweep.grad_stats(grads)
 
 
 @on_device

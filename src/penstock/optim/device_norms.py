@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import struct
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -34,7 +35,7 @@ _KIND = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _NOWHERE = 2**63 - 1
 
 _LEAVES = 8
-"""Number of leaves that one warp sums concurrently: 16 bytes of bf16 per thread."""
+"""Number of leaves that one program, a warp, sums concurrently: 16 bytes of bf16 per thread."""
 _LIMB_LEAVES = 128
 
 
@@ -73,22 +74,62 @@ def _run_triton(grads: Sequence[torch.Tensor]) -> Ticket[GradStats]:
     numbers = torch.zeros(norm.NUM_LIMBS + 2 * len(grads), dtype=torch.int64, device=device)
     limbs, tops, bads = _parts(numbers, len(grads))
     bads.fill_(_NOWHERE)
-    for i, grad in enumerate(grads):
-        n, leaves = grad.numel(), -(-grad.numel() // LEAF)
-        if not n:
-            continue
-        sums = torch.empty(leaves, dtype=torch.float64, device=device)
-        norm.leaf_kernel[(-(-leaves // _LEAVES),)](
-            *(raw_bits(grad), sums, tops[i:], bads[i:], n),
-            GRAD=_KIND[grad.dtype],
-            LEAVES=_LEAVES,
-            num_warps=1,
-            enable_fp_fusion=False,
-        )
-        norm.limb_kernel[(-(-leaves // _LIMB_LEAVES),)](
-            *(sums, limbs, leaves), LEAVES=_LIMB_LEAVES, num_warps=4
-        )
+    at = 0
+    for dtype, same in itertools.groupby(grads, lambda grad: grad.dtype):
+        some = list(same)
+        first = next((g for g in some if g.numel()), None)
+        if first is not None:
+            begins = (g.data_ptr() - first.data_ptr() if g.numel() else 0 for g in some)
+            layout = _layout(
+                tuple(begin // dtype.itemsize for begin in begins),
+                tuple(g.numel() for g in some), device,
+            )  # fmt: skip
+            sums = torch.empty(layout.leaves, dtype=torch.float64, device=device)
+            norm.leaf_kernel[(layout.programs,)](
+                *(raw_bits(first), layout.parts, sums, tops[at:], bads[at:]),
+                GRAD=_KIND[dtype],
+                LEAVES=_LEAVES,
+                PARTS=layout.parts.shape[1],
+                ALIGNED=layout.aligned,
+                num_warps=1,
+                enable_fp_fusion=False,
+            )
+            norm.limb_kernel[(-(-layout.leaves // _LIMB_LEAVES),)](
+                *(sums, limbs, layout.leaves), LEAVES=_LIMB_LEAVES, num_warps=4
+            )
+        at += len(some)
     return DeviceTicket(device, (), numbers, functools.partial(_read, len(grads)))
+
+
+class _Layout(NamedTuple):
+    """How the leaves of several tensors are distributed over the programs of one launch.
+
+    One launch for each tensor would not keep a GPU busy: a small tensor takes as long as a few
+    programs take one after the other, and a large one has too few programs.
+    """
+
+    parts: torch.Tensor
+    """The table that `norm_kernels.leaf_kernel` reads."""
+    programs: int
+    leaves: int
+    aligned: bool
+    """Whether all tensors begin and end at multiples of eight elements, relative to the first."""
+
+
+# Tensors of a block have the same sizes and distances at every step, and layers have those of each
+# other, so there are few layouts. A new one is copied to the device.
+@functools.lru_cache(maxsize=256)
+def _layout(begins: tuple[int, ...], numels: tuple[int, ...], device: torch.device) -> _Layout:
+    rows: list[tuple[int, int, int, int]] = []
+    programs = leaves = 0
+    for begin, n in zip(begins, numels, strict=True):
+        rows.append((programs, begin, n, leaves))
+        programs += -(-n // (LEAF * _LEAVES))
+        leaves += -(-n // LEAF)
+    unused = (programs, 0, 0, 0)
+    rows += [unused] * ((1 << (len(rows) - 1).bit_length()) - len(rows))
+    parts = torch.tensor(rows, dtype=torch.int64).T.contiguous().to(device)
+    return _Layout(parts, programs, leaves, all(each % 8 == 0 for each in (*begins, *numels)))
 
 
 def _parts(numbers: Numbers, grads: int) -> tuple[Numbers, Numbers, Numbers]:

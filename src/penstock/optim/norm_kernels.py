@@ -68,13 +68,37 @@ def fold(sums, LEAVES: tl.constexpr):
 
 
 @triton.jit
-def leaf_kernel(grad, leaf_sums, top_bits, first_bad, n, GRAD: tl.constexpr, LEAVES: tl.constexpr):
-    """Compute the sums of squares of LEAVES leaves, each in the specified order."""
+def leaf_kernel(
+    grad,
+    parts,
+    leaf_sums,
+    top_bits,
+    first_bad,
+    GRAD: tl.constexpr,
+    LEAVES: tl.constexpr,
+    PARTS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """Compute the sums of squares of LEAVES leaves of one tensor, each in the specified order.
+
+    `parts` has PARTS entries in each of four rows, one for each tensor: its first program, where it
+    begins relative to `grad`, its number of elements, and its first leaf. Unused entries have a
+    first program that does not exist. With ALIGNED, tensors begin and end at multiples of eight
+    elements.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    first_programs = tl.load(parts + tl.arange(0, PARTS))
+    part = tl.sum((first_programs <= program).to(tl.int32), axis=0) - 1
+    first_leaf = (program - tl.load(parts + part)) * LEAVES
+    begin = tl.load(parts + PARTS + part)
+    n = tl.load(parts + 2 * PARTS + part)
+    if ALIGNED:  # otherwise the compiler loads one element at a time
+        begin, n = tl.multiple_of(begin, 8), tl.multiple_of(n, 8)
+    leaf_sums += tl.load(parts + 3 * PARTS + part)
     leaf = tl.arange(0, LEAVES)
     lane = tl.arange(0, _LANES)
-    first_leaf = tl.program_id(0).to(tl.int64) * LEAVES
     left = n - first_leaf * _LEAF
-    grad += first_leaf * _LEAF
+    grad += begin + first_leaf * _LEAF
     local = leaf[:, None] * _LEAF + lane[None, :]
     none = tl.zeros([LEAVES, _LANES], dtype=tl.int32)
     if GRAD == "fp32":
@@ -90,7 +114,7 @@ def leaf_kernel(grad, leaf_sums, top_bits, first_bad, n, GRAD: tl.constexpr, LEA
             total = tl.where(narrow, total, fold(again, LEAVES))
     tl.store(leaf_sums + first_leaf + leaf, total, mask=leaf * _LEAF < left)
     top = tl.max(tl.max(tops, axis=1), axis=0)
-    tl.atomic_max(top_bits, top.to(tl.int64))
+    tl.atomic_max(top_bits + part, top.to(tl.int64))
     if top >= INFINITY:
         where = tl.zeros([LEAVES, _LANES], dtype=tl.int32) + _FAR
         for i in range(0, _LEAF, _LANES):
@@ -98,7 +122,7 @@ def leaf_kernel(grad, leaf_sums, top_bits, first_bad, n, GRAD: tl.constexpr, LEA
             bad = (bits_of(x) & MAGNITUDE) >= INFINITY
             where = tl.minimum(where, tl.where(bad, local + i, _FAR))
         earliest = tl.min(tl.min(where, axis=1), axis=0)
-        tl.atomic_min(first_bad, first_leaf * _LEAF + earliest)
+        tl.atomic_min(first_bad + part, first_leaf * _LEAF + earliest)
 
 
 @triton.jit
