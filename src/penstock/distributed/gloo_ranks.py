@@ -24,8 +24,9 @@ class GlooTransport:
     memory = None
 
     def __init__(self, watch: PeerWatch, group: dist.ProcessGroup | None = None) -> None:
-        self._group = dist.group.WORLD if group is None else group
-        assert self._group is not None, "call torch.distributed.init_process_group first"
+        group = dist.group.WORLD if group is None else group
+        assert group is not None, "call torch.distributed.init_process_group first"
+        self._group = group
         self.rank, self.world = dist.get_rank(self._group), dist.get_world_size(self._group)
         assert (self.rank, self.world) == (watch.rank, watch.world)
         self.global_ranks = dist.get_process_group_ranks(self._group)
@@ -70,6 +71,26 @@ class GlooTransport:
     def abort(self, error: BaseException) -> None:
         # Nothing interrupts a call of gloo. The threads of all ranks stop waiting for it instead.
         self.watch.fail(error)
+
+    def close(self) -> None:
+        """Destroy the process group and wait for its threads to end. No rank may be in a call.
+
+        Nothing else in Python may refer to the group, or its threads continue.
+        """
+        group = self._group
+        del self._group
+        # A thread of gloo holds the tensors of a call for a moment after the call has ended. If it
+        # is the last to hold them, it needs the interpreter's lock to release them. Once Python has
+        # begun to shut down, CPython ends a thread that asks for the lock, here in the middle of a
+        # destructor, and that aborts the process. So the threads have to end before, and they only
+        # do when the backend is destroyed: destroy_process_group removes no more than torch's own
+        # references to it.
+        backend = group._get_backend(torch.device("cpu"))
+        dist.destroy_process_group(group)
+        # The backend goes last, because its own destructor releases the lock while it waits for the
+        # threads. In torch 2.6, the destructor of a group does not, and could wait forever.
+        del group
+        del backend
 
     def _run(self, what: str, start: Callable[[], dist.Work]) -> None:
         """Start a call of torch.distributed and wait for it, as long as all ranks are there."""

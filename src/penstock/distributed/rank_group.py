@@ -43,11 +43,9 @@ class RankGroup:
 
     def __init__(
         self, place: RankPlace, transport: Transport, device: str | None,
-        store: Any = None, watch: PeerWatch | None = None, added: Any = None,
+        store: Any = None, watch: PeerWatch | None = None,
     ) -> None:  # fmt: skip
         self.place, self.transport, self.watch = place, transport, watch
-        self._added = added
-        """The process group, if it was added to those of a script; None if it is the only one."""
         self.device = device
         """Device that this rank computes on, such as `cuda:1` or `cpu`; None to choose it."""
         self._store = store
@@ -120,8 +118,6 @@ class RankGroup:
         """Leave the group, after all ranks have come to their end."""
         if self._store is None:
             return
-        import torch.distributed as dist
-
         from penstock.distributed.rank_transport import RankTransport
 
         self.transport.meet(b"\0")
@@ -130,7 +126,6 @@ class RankGroup:
             self.transport.close()
         if self.watch is not None:
             self.watch.close()
-        dist.destroy_process_group(self._added)
 
     def __enter__(self) -> Self:
         return self
@@ -178,7 +173,7 @@ def open_rank_group(place: RankPlace, *, on_cpu: bool = False) -> RankGroup:
         dist.init_process_group("gloo", timeout=TIMEOUT)
     store: Any = _own_part(dist.distributed_c10d._get_default_store())
     watch = _watch_ranks(place, store)
-    return RankGroup(place, _open_transport(watch, store, added), device, store, watch, added)
+    return RankGroup(place, _open_transport(watch, store, added), device, store, watch)
 
 
 def _watch_ranks(place: RankPlace, store: Any) -> PeerWatch:

@@ -38,7 +38,7 @@ class RankTransport:
     def open(
         self, device: Device, wanted: TransportName | None, mailbox_nbytes: int, place: Place | None
     ) -> None:
-        self.close()
+        self._close_data()
         self._opened += 1
         if wanted == "shared":
             store = PrefixStore(f"shared {self._opened}", self._store)
@@ -65,7 +65,11 @@ class RankTransport:
         self._data.abort(error)
 
     def close(self) -> None:
-        """Release what `open` has opened. No rank may be in a call."""
+        """Release what `open` has opened, and leave the group. No rank may be in a call."""
+        self._close_data()
+        self._control.close()
+
+    def _close_data(self) -> None:
         if not isinstance(self._data, GlooTransport):
             self._data.close()
         self._data = self._control
