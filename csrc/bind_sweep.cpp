@@ -151,9 +151,9 @@ void bind_pool(nb::module_& m) {
           [](Pool& pool, std::vector<Segment> segments, Rule rule, GradType grad, MasterType master,
              MomentType moments, bool stats, const std::string& isa, bool beside,
              Part part) -> std::shared_ptr<SegmentJob> {
-            auto job = std::make_shared<SweepJob>(
-                std::move(segments), SweepFormat{rule, grad, master, moments, part}, stats,
-                isa_of(isa));
+            auto job = std::make_shared<SweepJob>(std::move(segments),
+                                                  SweepFormat{rule, grad, master, moments, part},
+                                                  stats, isa_of(isa));
             pool.start(job, beside);
             return job;
           },

@@ -152,7 +152,7 @@ void mix(const std::uint16_t* __restrict grad, std::uint16_t* __restrict weight,
 #define PENSTOCK_STEPS(rule, grad, part)                                                \
   {step_tile<rule, grad, SplitMaster, part>, step_tile<rule, grad, SingleMaster, part>, \
    step_tile<rule, grad, HalfMaster, part>}
-#define PENSTOCK_RULE(rule, part)                                               \
+#define PENSTOCK_RULE(rule, part)                                              \
   {PENSTOCK_STEPS(rule, Bf16Grad, part), PENSTOCK_STEPS(rule, Fp16Grad, part), \
    PENSTOCK_STEPS(rule, Fp32Grad, part)}
 

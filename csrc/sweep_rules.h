@@ -169,7 +169,8 @@ inline std::size_t step_rest(const Tile& on, std::size_t at, const Coefficients&
   };
   copy(grad, static_cast<const typename Grad::Stored*>(on.grad) + at, count);
   move([&](auto* here, auto* there) { copy(here, there ? there + at : there, count); });
-  const std::size_t bad = step_some<Rule, Grad, Master, part>(grad, weight, rest, first, second, by);
+  const std::size_t bad =
+      step_some<Rule, Grad, Master, part>(grad, weight, rest, first, second, by);
   move([&](auto* here, auto* there) { copy(there ? there + at : there, here, count); });
   return bad < count ? at + bad : on.count;
 }

@@ -72,4 +72,8 @@ def test_commands_carry_batches_and_signals() -> None:
 def test_one_message_says_which_ranks_were_lost() -> None:
     assert str(RanksLostError({1: 1}, "lost rank 2: it stalls")) == "lost rank 2: it stalls"
     assert "rank 2 was killed by SIGKILL" in str(RanksLostError({0: 1, 2: -9}, "lost rank 2"))
+    assert "lower --dram" in str(RanksLostError({0: 1, 2: -9}, "lost rank 2"))
+    aborted = str(RanksLostError({0: -6, 1: -15}, ""))
+    assert "rank 0 was killed by SIGABRT, rank 1 was killed by SIGTERM" in aborted
+    assert "--dram" not in aborted
     assert "rank 1 ended with exit code 3 without a message" in str(RanksLostError({1: 3}, ""))

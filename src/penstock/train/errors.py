@@ -86,11 +86,13 @@ class RanksLostError(TrainError):
         advice = "Continue from the last checkpoint with --resume"
         text = problem or f"{', '.join(ended) or 'the ranks ended'} without a message. {advice}"
         if killed:
-            text = (
-                f"{', '.join(killed)}, so the other ranks have ended, too. The kernel sends "
-                f"SIGKILL when host memory runs out (see `dmesg`): lower --dram in that case. "
-                f"{advice}"
-            )
+            text = f"{', '.join(killed)}, so the other ranks have ended, too. "
+            if -signal.SIGKILL in exit_codes.values():
+                text += (
+                    "The kernel sends SIGKILL when host memory runs out (see `dmesg`): lower "
+                    "--dram in that case. "
+                )
+            text += advice
         super().__init__(text)
 
 
