@@ -150,6 +150,8 @@ def _fast_and_long() -> Iterator[Cell]:
                  "plain": True, "seconds": 70},
         three | {"name": "fast-16x4096", "batch": 16, "micro_batch": 4, "dram": "38GiB",
                  "resident": True, "plain": True, "seconds": 110},
+        {"shape": "qwen3-4b", "context": 4096, "part": "fast", "hbm": "24GiB", "batch": 4,
+         "name": "qwen3-4b-4x4096", "dram": "52GiB", "seconds": 70},
         three | {"name": "keep-4x4096-24", "part": "keep", "batch": 4, "dram": "38GiB",
                  "seconds": 60},
         three | {"name": "keep-4x4096-80", "part": "keep", "batch": 4, "hbm": "80GiB",

@@ -38,7 +38,12 @@ _GPT_OSS_TINY = {
     "num_experts_per_tok": 2, "layer_types": ["sliding_attention", "full_attention"] * 2,
 }  # fmt: skip
 
-EXPERT_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+FAMILY_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3-4b": ("Qwen3", {
+        "vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728,
+        "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "head_dim": 128, "tie_word_embeddings": True,
+    }),
     "olmoe": ("Olmoe", {
         "vocab_size": 50304, "hidden_size": 2048, "intermediate_size": 1024,
         "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 16,
@@ -58,9 +63,10 @@ EXPERT_SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     }),
     "gpt-oss-tiny": ("GptOss", _GPT_OSS_TINY),
 }  # fmt: skip
-"""Mixtures of experts by name: the family, and its sizes. They are those of OLMoE-1B-7B (6.92 B
-parameters, 1.28 B of them active), Qwen3-30B-A3B (30.5 B, 3.3 B active), the same with 12 of its 48
-layers, gpt-oss-20b (20.9 B, 3.6 B active), and tiny ones of each family for rehearsals."""
+"""Models of other families than Llama by name: the family, and its sizes. They are those of
+Qwen3-4B (4.02 B parameters) and of mixtures of experts: OLMoE-1B-7B (6.92 B parameters, 1.28 B of
+them active), Qwen3-30B-A3B (30.5 B, 3.3 B active), the same with 12 of its 48 layers, gpt-oss-20b
+(20.9 B, 3.6 B active), and tiny ones of each family for rehearsals."""
 
 TINY = {
     "olmoe": "olmoe-tiny",
@@ -70,18 +76,17 @@ TINY = {
 }
 """The shape with which another one is rehearsed, if it is not `tiny`."""
 
-ALL_SHAPES = (*SHAPES, *EXPERT_SHAPES)
+ALL_SHAPES = (*SHAPES, *FAMILY_SHAPES)
 
 
 def config_of(shape: str, context: int) -> Any:
     """Return the `transformers` configuration of a shape."""
     import transformers
 
-    if shape in EXPERT_SHAPES:
-        family, sizes = EXPERT_SHAPES[shape]
+    family, fields = FAMILY_SHAPES.get(shape) or ("Llama", {})
+    fields = fields or dict(zip(_FIELDS, SHAPES[shape], strict=True))
+    if "num_experts_per_tok" in fields or "num_local_experts" in fields:
         # Experts of a new model are used unevenly; the auxiliary loss is part of the step.
-        return getattr(transformers, f"{family}Config")(
-            **sizes, max_position_embeddings=max(context, 4096), output_router_logits=True
-        )
-    fields: dict[str, Any] = dict(zip(_FIELDS, SHAPES[shape], strict=True))
-    return transformers.LlamaConfig(**fields, max_position_embeddings=max(context, 4096))
+        fields = fields | {"output_router_logits": True}
+    make = getattr(transformers, f"{family}Config")
+    return make(**fields, max_position_embeddings=max(context, 4096))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bench.shapes import SHAPES
+from bench.shapes import config_of
 
 NAMES = {
     "plain": "plain torch (eager, checkpointing), everything in HBM",
@@ -109,7 +109,10 @@ def seconds(steady: Mapping[str, float]) -> str:
 
 def parameters(shape: str) -> int:
     """Return the number of parameters of a shape."""
-    vocabulary, hidden, inner, layers, heads, kv_heads, tied = SHAPES[shape]
-    attention = hidden * (hidden // heads) * (2 * heads + 2 * kv_heads)
-    layer = attention + 3 * hidden * inner + 2 * hidden
-    return layers * layer + hidden + vocabulary * hidden * (1 if tied else 2)
+    import torch
+    import transformers
+
+    family: Any = transformers.AutoModelForCausalLM
+    with torch.device("meta"):
+        model = family.from_config(config_of(shape, 4096))
+    return sum(parameter.numel() for parameter in model.parameters())

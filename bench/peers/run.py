@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from bench.certificate import percentiles
 from bench.measuring import HostPeak, device_peak, disk_bytes, forget_device_peak
 from bench.peers.work import Arm, Work
-from bench.shapes import SHAPES
+from bench.shapes import ALL_SHAPES
 
 _FUNCTIONS = {
     "plain": "torch_arms.plain",
@@ -147,7 +147,7 @@ OPTIONS = ("hbm", "dram", "nvme", "moments", "plan", "machine", "activations", "
 
 def add_work(parser: argparse.ArgumentParser) -> None:
     """Add the options that describe the work."""
-    parser.add_argument("--shape", choices=SHAPES, default="3b")
+    parser.add_argument("--shape", choices=ALL_SHAPES, default="3b")
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--micro-batch", type=int)
