@@ -106,7 +106,7 @@ def arguments(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("tests", nargs="*", default=["tests"], help="files or directories")
     parser.add_argument("--jobs", type=int, default=max(2, len(os.sched_getaffinity(0))))
-    parser.add_argument("--timeout", type=float, default=300, help="seconds for one test")
+    parser.add_argument("--timeout", type=float, default=450, help="seconds for one test")
     parser.add_argument("--long", action="store_true", help="run those marked `long`, too")
     parser.add_argument(
         "--start-within", type=float, default=float("inf"),

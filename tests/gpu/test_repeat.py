@@ -15,7 +15,7 @@ from bench import repeat_campaign
 pytestmark = pytest.mark.gpu
 
 
-SAMPLE = {("llama", "rows"), ("qwen3", "chats"), ("gemma2", "chats")}
+SAMPLE = {("llama", "rows"), ("gemma2", "chats")}
 """Cases of `make test-gpu`. The others run with `--long`: a case starts ten programs."""
 
 
