@@ -74,6 +74,7 @@ class Suite:
     limit: float
     """Seconds that one test may take."""
     command: list[str]
+    """Starts a process that replaces another one. It imports only the files that have tests."""
     logs: Path
     queue: queue.SimpleQueue[str] = field(default_factory=queue.SimpleQueue)
     results: list[Result] = field(default_factory=list)
@@ -132,13 +133,22 @@ def run(
     logs.mkdir(parents=True)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.gpu.worker",
                "-p", "no:cacheprovider", "-m", marker]  # fmt: skip
-    found = collect([*command, *where], logs)
-    print(f"{len(found.tests)} tests collected in {time.monotonic() - began:.0f} s", flush=True)
-    command += ["--rootdir", found.root, *found.files]
-    suite = Suite(in_order(found.tests), min(jobs, len(found.tests)), limit, command, logs)
-    suite.deadline = began + start_within
-    with status_line(suite):
-        run_all(suite)
+    # Importing the tests takes as long as listing them, so all processes do it at the same time.
+    workers = [
+        Worker(number, [*command, *where], logs / f"worker-{number:02d}.log")
+        for number in range(1, jobs + 1)
+    ]
+    try:
+        found = collect([*command, *where], logs)
+        print(f"{len(found.tests)} tests collected in {time.monotonic() - began:.0f} s", flush=True)
+        command += ["--rootdir", found.root, *found.files]
+        suite = Suite(in_order(found.tests), jobs, limit, command, logs)
+        suite.deadline = began + start_within
+        with status_line(suite):
+            run_all(suite, workers)
+    finally:
+        for worker in workers:
+            worker.close()
     seconds = time.monotonic() - began
     problems = found.problems + find_problems(suite)
     print(summary(suite, seconds), flush=True)
@@ -188,13 +198,13 @@ def in_order(tests: Sequence[str]) -> list[str]:
     return sorted(tests, key=rank)
 
 
-def run_all(suite: Suite) -> None:
+def run_all(suite: Suite, workers: Sequence[Worker]) -> None:
     """Run every test: one thread for each process."""
     for test in suite.tests:
         suite.queue.put(test)
     threads = [
-        threading.Thread(target=drive, args=(suite, number), daemon=True)
-        for number in range(1, suite.jobs + 1)
+        threading.Thread(target=drive, args=(suite, worker), daemon=True)
+        for worker in workers[: len(suite.tests)]
     ]
     for thread in threads:
         thread.start()
@@ -202,13 +212,13 @@ def run_all(suite: Suite) -> None:
         thread.join()
 
 
-def drive(suite: Suite, number: int) -> None:
+def drive(suite: Suite, first: Worker) -> None:
     """Hand tests to one process until none is left, and replace the process if it ends."""
-    starts = 0
+    starts, number = 0, first.number
     while not suite.queue.empty() and starts < 20 and time.monotonic() < suite.deadline:
         starts += 1
-        log = suite.logs / f"worker-{number:02d}{f'-{starts}' if starts > 1 else ''}.log"
-        with Worker(number, suite.command, log) as worker:
+        log = suite.logs / f"worker-{number:02d}-{starts}.log"
+        with first if starts == 1 else Worker(number, suite.command, log) as worker:
             ready = worker.receive(START_SECONDS)
             while ready is not None and "ready" not in ready:
                 ready = worker.receive(START_SECONDS)
@@ -305,8 +315,14 @@ class Worker:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         """Let the process end, which it does when no test can follow, or kill it."""
+        if self._orders < 0:
+            return
         os.close(self._orders)
+        self._orders = -1
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout=30)
         self.kill()
