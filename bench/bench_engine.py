@@ -30,7 +30,7 @@ from bench.plain import plain_step
 from bench.repeated_weights import repeat_weights
 from bench.shapes import ALL_SHAPES, config_of
 from penstock.engine.prepare import prepare
-from penstock.engine.startup import StartUp
+from penstock.engine.startup import IMPORT, StartUp
 from penstock.engine.step_records import Event, busy, idle
 from penstock.machine.presets import preset
 from penstock.model.inventory import Inventory
@@ -275,9 +275,10 @@ def measure_plain(config: Any, args: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     record = StartUp.of_process()
     args = arguments()
-    if args.repeat_weights:
-        repeat_weights(weight_dtype(args.dtype))
-    config = config_of(args.shape, args.context)
+    with record.phase(IMPORT):  # the config imports transformers
+        if args.repeat_weights:
+            repeat_weights(weight_dtype(args.dtype))
+        config = config_of(args.shape, args.context)
     results: dict[str, Any] = {"settings": {k: str(v) for k, v in vars(args).items()}}
     results["streamed"] = measure_engine(config, args, record)
     save_so_far(args, results)

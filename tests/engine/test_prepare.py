@@ -67,6 +67,13 @@ def test_a_plan_and_a_budget_exclude_each_other() -> None:
         prepare(llama(), plan=plan, **SMALL)
 
 
+def test_compiled_layers_are_refused_before_anything_is_checked_or_allocated() -> None:
+    with pytest.raises(EngineError, match="needs Triton and a GPU") as caught:
+        prepare(llama(), compiled=True, **SMALL)
+
+    assert "Leave compiled out" in str(caught.value)
+
+
 def test_a_plan_for_several_ranks_is_refused() -> None:
     with prepare(llama(), **SMALL) as engine:
         plan = engine.plan

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.engine.memory_source import working_memory_source
-from penstock.errors import InfeasibleError, PlanError, SettingsError
+from penstock.errors import EngineError, InfeasibleError, PlanError, SettingsError
 from penstock.machine.machine import Figure, Machine, Nic
 from penstock.machine.probe_cache import probed_paths
 from penstock.model.adapters import Adapter, lora_adapter
@@ -49,6 +49,9 @@ from penstock.settings import Settings
 from penstock.storage.leftovers import clear_leftovers
 from penstock.tiers import Tier
 from penstock.units import format_bytes
+
+NEEDS_KERNELS = "needs Triton and a GPU of compute capability 8.0 or higher"
+"""What compiled layers need, for messages."""
 
 ASSUMED_NIC = 1.25e9
 """Bytes per second of a network card whose speed is not known: 10 Gb/s."""
@@ -153,6 +156,11 @@ def plan_request(
     if adapter is None and settings.model.lora_options is not None:
         adapter = lora_adapter(settings.model.lora_options)
     check_quantize(settings.model.quantize, adapter)
+    if compiled and target.is_here and not target.kernels:
+        raise EngineError(
+            f"compiled=True was passed, but this machine does not run compiled layers: that "
+            f"{NEEDS_KERNELS}. Leave compiled out, and layers run as the model defines them"
+        )
     ranks, machine = settings.memory.gpus, target.machine
     if machines is not None:
         machine = replace(machine, machines=machines)
@@ -222,8 +230,7 @@ def check_plan(plan: Plan, inventory: Inventory, target: TargetMachine, *, path:
         raise PlanError(
             "workload.numerics.compiled",
             f"is true, but {machine.name or 'this machine'} does not run compiled layers: that "
-            f"needs Triton and a GPU of compute capability 8.0 or higher; make a plan on this "
-            f"machine with `penstock plan --machine this`",
+            f"{NEEDS_KERNELS}; make a plan on this machine with `penstock plan --machine this`",
             where=path,
         )
     if not plan.process_memory:  # a file of an earlier version, which did not list it
