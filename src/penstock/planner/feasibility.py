@@ -241,15 +241,18 @@ def _pinned_choices(
 
     The more of them, the more bytes are saved, until all activations are shared. The largest
     numbers that fit are tried, because the other groups may need a little of that memory, too.
+    Gradients of early blocks are best, as those of later blocks share no activation of the blocks
+    before. But that of the first block, a large table, may leave no room for any other.
     """
     yield Pinned(Location.DRAM, frozenset(), frozenset(), 0)
     has_activations = any(each.activation is Location.DRAM for each in base.locations)
     if base.rounds > 1 or evaluator.workload.accumulate or not has_activations:
         return
-    owners = [i for i, each in enumerate(base.locations) if each.gradient is Location.DRAM]
-    sizes = [evaluator.group_nbytes(i, "gradient", base.rounds) for i in owners]
-    totals = [0, *accumulate(sizes)]
-    for location in (Location.DRAM, *(place for place in slow if place is Location.CXL)):
+    every = [i for i, each in enumerate(base.locations) if each.gradient is Location.DRAM]
+    in_host = (Location.DRAM, *(place for place in slow if place is Location.CXL))
+    for location, owners in product(in_host, (every, every[1:])):
+        sizes = [evaluator.group_nbytes(i, "gradient", base.rounds) for i in owners]
+        totals = [0, *accumulate(sizes)]
         most = bisect_right(totals, evaluator.capacity(Tier(location.value))) - 1
         for number in range(most, max(0, most - PINNED), -1):
             gradients = frozenset(owners[:number])
