@@ -44,6 +44,15 @@ def test_late_moments_have_the_bits_of_those_updated_with_the_weights(
     assert_same(train_each(Setup.of(family, **work), (DRAM, *ways), tmp_path, steps=4))
 
 
+def test_a_plan_has_the_buffers_of_a_step_with_nothing_to_sweep(tmp_path: Path) -> None:
+    """The first step has no sweeps of moments, so its gradients may need more bytes in HBM."""
+    setup = Setup.of("gptj", freeze=(), config={"vocab_size": 509}, batch=3)
+    spots = ("dddh", "dddd", "hhhh", "nddd", "dddh")
+
+    with setup.engine(Way("some late", spots, {"late": True}), tmp_path) as engine:
+        follow(engine, setup.batches(2))
+
+
 def test_moments_are_updated_before_backward_replaces_the_gradient(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

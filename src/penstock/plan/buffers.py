@@ -178,10 +178,14 @@ def _sizing_schedules(
         backward = [backward_schedule(inventory, placement, adds=adds) for adds in (False, True)]
         held = fetch_held_schedule(inventory, placement, pending=True)
         return [forward, *backward], [forward, held]
+    sizing = [schedule]
+    if any(block.late_moments for block in placement.blocks):
+        # A step with nothing to sweep has the same buffers. But its backward pass has fewer
+        # operations, so their lifetimes are shorter, and may pack into more bytes.
+        sizing.append(step_schedule(inventory, placement, pending=False))
     if workload.accumulate:
-        adding = step_schedule(inventory, placement, pending=False, adds=True)
-        return [schedule, adding], [schedule]
-    return [schedule], [schedule]
+        sizing.append(step_schedule(inventory, placement, pending=False, adds=True))
+    return sizing, [schedule]
 
 
 def _workspace_nbytes(inventory: Inventory, workload: Workload, *, on_gpu: bool) -> int:
