@@ -6,6 +6,8 @@ import _thread
 import functools
 import os
 import re
+import signal
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,10 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.engine import engine as engine_module
+from penstock.engine.runner import Lane
 from penstock.errors import EngineError
+from penstock.optim.sweep import SweepTicket
 from penstock.storage.errors import TransferError, TruncatedStoreError
 from tests.equivalence.runs import DISK, DRAM, RESIDENT, Way, differing, state_of
 from tests.faults.engine_runs import (
@@ -163,6 +168,70 @@ def test_ctrl_c_ends_the_step_and_loses_no_update(
         assert engine.waiting() == ""
         assert differing(state_of(engine), state_without_failure(1)) == []
     assert engine_threads() == []
+
+
+def ctrl_c_after(monkeypatch: pytest.MonkeyPatch, where: Any, name: str, call: int = 0) -> None:
+    """Send SIGINT at the end of one call of a function by the main thread."""
+    plain, calls = getattr(where, name), [0]
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        out = plain(*args, **kwargs)
+        if threading.current_thread() is threading.main_thread():
+            calls[0] += 1
+            if calls[0] == call + 1:
+                os.kill(os.getpid(), signal.SIGINT)
+        return out
+
+    monkeypatch.setattr(where, name, interrupted)
+
+
+@pytest.mark.parametrize("call", [0, 2])
+def test_ctrl_c_while_a_resident_block_is_swept_does_not_sweep_it_twice(
+    call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = small_setup()
+    first, second = setup.batches(2)
+    with setup.engine(RESIDENT, tmp_path) as engine:
+        engine.step(first)
+        ctrl_c_after(monkeypatch, SweepTicket, "settle", call)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step(second)
+        engine.step(second)
+
+        assert differing(state_of(engine), state_without_failure(2)) == []
+
+
+def test_ctrl_c_while_an_update_is_decided_leaves_no_part_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = small_setup()
+    first, second = setup.batches(2)
+    with setup.engine(DRAM, tmp_path) as engine:
+        engine.step(first)
+        engine.forward_backward(second)
+        ctrl_c_after(monkeypatch, engine_module, "draw_keys")
+        with pytest.raises(KeyboardInterrupt):
+            engine.apply()
+        assert (engine.steps, engine.has_gradients) == (1, False)
+        engine.step(second)
+
+        assert differing(state_of(engine), state_without_failure(2)) == []
+
+
+@pytest.mark.parametrize("call", [0, 3])
+def test_ctrl_c_while_lanes_are_started_ends_them(
+    call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = small_setup()
+    first, second = setup.batches(2)
+    with setup.engine(DRAM, tmp_path) as engine:
+        engine.step(first)
+        ctrl_c_after(monkeypatch, Lane, "start", call)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step(second)
+        engine.step(second)
+
+        assert differing(state_of(engine), state_without_failure(2)) == []
 
 
 def test_half_summed_gradients_of_a_failed_batch_are_not_applied(

@@ -17,6 +17,7 @@ from penstock.engine.allocate import EngineMemory
 from penstock.engine.gradient_buffers import GradientBuffers
 from penstock.engine.gradients import differentiate
 from penstock.engine.hidden_states import EXTRA_SLOTS
+from penstock.engine.interrupts import delayed_interrupts
 from penstock.engine.loss import ChunkedLoss, GradientSink, TokenValues, count_targets
 from penstock.engine.pending_update import make_segments
 from penstock.engine.step_state import SavedForward, StepState
@@ -111,8 +112,12 @@ class Computer:
             pool = self._memory.sweep_pool
             prepared = self._device.prepare_sweep(pending.rule, segments, pool)
             self._memory.device_sweeps[op.block, op.piece] = prepared
-        step.device_sweeps.append(prepared.start(pending.constants(prepared.segments)))
-        pending.done.add((op.block, op.piece))
+        constants = pending.constants(prepared.segments)
+        # Otherwise Ctrl-C could end this after some kernels were launched and before the block
+        # counts as swept, and the next step would update it again.
+        with delayed_interrupts():
+            step.device_sweeps.append(prepared.start(constants))
+            pending.done.add((op.block, op.piece))
 
     # Forward.
 

@@ -563,15 +563,17 @@ class Engine:
         self.grad_norm = stats.norm * unscale
         clip = self.workload.clip
         factor = unscale if clip is None else unscale * clip_scale(self.grad_norm, clip)
-        self.steps += 1
-        self._weights_version += 1
+        steps = self.steps + 1
         # The sweeps multiply gradients by `factor`, so clipping costs no pass of its own.
-        self._pending = PendingUpdate(
+        pending = PendingUpdate(
             self.optimizer.rule,
-            self.optimizer.coefficients(self.steps, factor, tensor_scales),
-            draw_keys(self.inventory, self.settings.seed, self.steps),
-            whole=self.optimizer.whole_updates(self.steps, factor, tensor_scales),
+            self.optimizer.coefficients(steps, factor, tensor_scales),
+            draw_keys(self.inventory, self.settings.seed, steps),
+            whole=self.optimizer.whole_updates(steps, factor, tensor_scales),
         )
+        # Nothing counts before all of it is known: a wrong option, or Ctrl-C, leaves no update.
+        self._pending, self.steps = pending, steps
+        self._weights_version += 1
         self.scale.note_good_step()
         if not self._computes_loss:  # the caller may look at the head's weights right away
             self.passes.update_held(self._pending, self.batches)

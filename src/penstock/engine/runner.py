@@ -55,6 +55,9 @@ class LaneWork(NamedTuple):
     """The lane's operations, in the order of the schedule."""
 
 
+_NOTHING = LaneWork(lambda at, operation: None, ())
+
+
 Progress = Callable[[int, int, str], None]
 """Called with the index of an operation, the number of operations, and a description."""
 
@@ -101,12 +104,17 @@ class Runner:
         # clocks of host and device also agree at the origin (`Device.seconds_between`).
         device.synchronize()
         step.origin = device.record()
-        idle = [self._lanes[name].start(todo, step.tickets) for name, todo in work.items()]
+        idle: list[threading.Event] = []
         try:
+            for name, todo in work.items():
+                idle.append(self._lanes[name].start(todo, step.tickets))
             with device.lane("compute"), deterministic_kernels(self._deterministic):
                 self._compute(step)
         except BaseException as error:
             step.tickets.fail(error)  # which also ends the lanes
+            # Ctrl-C may have come between the start of a lane and its entry in `idle`. A lane that
+            # has come to new work has ended that of this step.
+            idle = [lane.start(_NOTHING, step.tickets) for lane in self._lanes.values()]
         # First the threads, since a lane that is not idle may still issue work; then their work.
         for event in idle:
             self._wait_despite_interrupt(step, partial(_wait_for_event, event))
