@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 from collections import deque
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,9 @@ import pytest
 
 from penstock.engine import compute, step_records, transfer
 from penstock.engine.pending_update import make_segments
+from penstock.engine.runner import _short_switch_interval
 from penstock.engine.step_records import Event
+from penstock.model.mlp_tiles import _TiledForward
 from penstock.optim.sweep import PreparedSweep, SweepTicket
 from penstock.plan.schedule import Operation, Verb
 from penstock.roles import Role
@@ -98,6 +102,35 @@ def test_a_step_sets_the_mode_of_modules_that_somebody_has_changed(tmp_path: Pat
         engine.step(second)
 
         assert all(module.training for module in layer.modules())
+
+
+def test_copies_of_modules_follow_a_mode_that_somebody_has_set(tmp_path: Path) -> None:
+    """MLPs in tiles call copies, which a model's own `eval` does not reach."""
+    with Setup.of("llama", mlp_tile=5).engine(WAYS[1], tmp_path) as engine:
+        split = engine.split_model
+        tiles = [
+            forward for layer in split.layers for module in layer.modules()
+            if isinstance(forward := vars(module).get("forward"), _TiledForward)
+        ]  # fmt: skip
+        assert tiles
+        split.train(True)
+        for part in (split.model, *split.layers):
+            part.eval()
+        split.train(False)
+
+        assert not any(tile.first.training or tile.again.training for tile in tiles)
+
+
+def test_steps_in_two_threads_leave_the_switch_interval_as_it_was() -> None:
+    before = sys.getswitchinterval()
+    first, second = ExitStack(), ExitStack()
+    first.enter_context(_short_switch_interval)
+    second.enter_context(_short_switch_interval)
+    first.close()
+    assert sys.getswitchinterval() < before
+    second.close()
+
+    assert sys.getswitchinterval() == before
 
 
 @pytest.mark.parametrize("way", [WAYS[1], WAYS[3]], ids=lambda way: way.name)

@@ -55,6 +55,28 @@ class LaneWork(NamedTuple):
     """The lane's operations, in the order of the schedule."""
 
 
+class _ShortSwitchInterval:
+    """Shortens Python's switch interval while any engine of the process makes a step."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._steps, self._before = 0, 0.0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._steps == 0:
+                self._before = sys.getswitchinterval()
+                sys.setswitchinterval(min(self._before, SWITCH_SECONDS))
+            self._steps += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._steps -= 1
+            if self._steps == 0:
+                sys.setswitchinterval(self._before)
+
+
+_short_switch_interval = _ShortSwitchInterval()
 _NOTHING = LaneWork(lambda at, operation: None, ())
 
 
@@ -83,12 +105,10 @@ class Runner:
 
     def run(self, step: StepState) -> None:
         """Carry out the step's program."""
-        before = sys.getswitchinterval()
-        sys.setswitchinterval(min(before, SWITCH_SECONDS))
         try:
-            self._run(step)
+            with _short_switch_interval:
+                self._run(step)
         finally:
-            sys.setswitchinterval(before)
             # Even when a second Ctrl-C has ended all other waiting: a sweep writes to memory that
             # the caller may release next.
             self._mover.end_sweeps()

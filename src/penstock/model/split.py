@@ -159,8 +159,8 @@ class SplitModel:
         # Last: everything above looks at all modules of the model, layers included.
         self._probes.install()
         self._placeholders: dict[torch.device, dict[str, nn.Parameter]] = {}
-        self._modules: list[nn.Module] = []
-        """All modules, once `train` has set their mode."""
+        self._mode: bool | None = None
+        """The mode that `train` has set last."""
 
     # Weights
 
@@ -195,10 +195,13 @@ class SplitModel:
 
     def train(self, training: bool) -> None:
         """Set training mode in the model and in its layers, which were lifted out of it."""
-        # Looking is ten times as fast as setting, and most steps find the mode that they need.
-        if self._modules and all(module.training is training for module in self._modules):
+        # Looking takes a tenth of the time of setting, and most steps find the mode that they need.
+        # A caller's own `eval` does not reach the copies that tiled MLPs and compiled layers call,
+        # so the mode that was set last must match as well.
+        modules = (m for part in (self.model, *self.layers) for m in part.modules())
+        if self._mode is training and all(module.training is training for module in modules):
             return
-        self._modules = [m for part in (self.model, *self.layers) for m in part.modules()]
+        self._mode = training
         self.model.train(training)
         for layer in self.layers:
             set_training(layer, training)
