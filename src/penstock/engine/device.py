@@ -400,9 +400,9 @@ class CudaDevice:
 class _StreamTicket:
     """A recorded CUDA event.
 
-    When nobody has the ticket any more, its event is recorded again for another one. A step has
-    600 of them, and destroying those of the step before takes the host milliseconds. What a stream
-    has been told to wait for does not change when the event is recorded again.
+    When nobody has the ticket any more, its event is recorded again for another one: a step has
+    600 of them, which the host would otherwise create and destroy. A stream that waits for an event
+    waits for what was recorded when the wait was issued, so a new record does not change it.
     """
 
     def __init__(self, event: Any, unused: list[Any]) -> None:

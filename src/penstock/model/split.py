@@ -195,7 +195,7 @@ class SplitModel:
 
     def train(self, training: bool) -> None:
         """Set training mode in the model and in its layers, which were lifted out of it."""
-        # Looking takes a tenth of the time of setting, and most steps find the mode that they need.
+        # Looking is faster than setting, and most steps find the mode that they need.
         # A caller's own `eval` does not reach the copies that tiled MLPs and compiled layers call,
         # so the mode that was set last must match as well.
         modules = (m for part in (self.model, *self.layers) for m in part.modules())

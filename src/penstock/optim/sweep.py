@@ -167,8 +167,8 @@ class SweepTicket:
 class PreparedSweep:
     """Segments that were checked once, and are swept at every step with other constants.
 
-    The checks take several times as long as starting a sweep does, and the threads that launch
-    kernels wait for the interpreter meanwhile.
+    Making and checking segments takes longer than starting a sweep over them, and the threads that
+    launch kernels wait for the interpreter meanwhile.
     """
 
     def __init__(self, rule: RuleName, segments: Sequence[Segment]) -> None:
