@@ -85,6 +85,89 @@ def measure_rates() -> dict[str, float]:
     return {name: statistics.median(rates[1:]) for name, rates in found.items()}
 
 
+class Link:
+    """Copies that run as a sweep on the GPU would need them: some bytes in, and fewer out."""
+
+    def __init__(self, node: int, nbytes: int) -> None:
+        import torch
+
+        from penstock.memory.arena import Arena
+        from penstock.memory.placement import Node
+
+        self._arena = Arena(2 * nbytes, Node(node), pinned=True)
+        self._host = [self._arena.tensor(nbytes, torch.uint8) for _ in range(2)]
+        self._device = [torch.empty_like(host, device="cuda") for host in self._host]
+        self._streams = [torch.cuda.Stream() for _ in range(2)]  # type: ignore[no-untyped-call]
+        self._at = [0, 0]
+
+    def copy(self, parameters: int, bytes_in: int, bytes_out: int) -> None:
+        """Copy what `parameters` need in each direction, and wait."""
+        import torch
+
+        for way, each in enumerate((bytes_in, bytes_out)):
+            if not each:
+                continue
+            at, nbytes = self._at[way], parameters * each
+            at = at if at + nbytes <= len(self._host[way]) else 0
+            self._at[way] = at + nbytes
+            pair = self._device[way][at : at + nbytes], self._host[way][at : at + nbytes]
+            target, source = pair if way == 0 else pair[::-1]
+            with torch.cuda.stream(self._streams[way]):
+                target.copy_(source, non_blocking=True)
+        for stream in self._streams:
+            stream.synchronize()
+
+
+def measure_parts() -> dict[str, dict[str, float]]:
+    """Return parameters per second of sweeps in two parts, alone and next to copies."""
+    import os
+    import threading
+
+    from penstock.memory.placement import Node
+    from penstock.optim.sweep_benchmark import SweepBuffers
+    from penstock.optim.thread_pool import Pool
+
+    cpus = sorted(os.sched_getaffinity(0))
+    buffers, link, piece = SweepBuffers(4 * RATES_SIZE, "fp32", Node(0)), Link(0, 2 * GiB), 1 << 23
+    found: dict[str, dict[str, float]] = {}
+
+    def run(name: str, part: str | None, threads: int, copied: tuple[int, int] | None) -> None:
+        pool, at, swept, moved = Pool(threads, cpus=cpus[:threads]), 0, 0, 0
+        stop = threading.Event()
+
+        def copy() -> None:
+            nonlocal moved
+            while not stop.is_set() and copied:
+                link.copy(piece, *copied)
+                moved += piece
+
+        thread, began = threading.Thread(target=copy), time.perf_counter()
+        thread.start()
+        while time.perf_counter() - began < RATES_SECONDS / 2:
+            if part is None:
+                time.sleep(0.05)
+                continue
+            buffers.step(pool, at=at, numel=RATES_SIZE // 2, part=part)
+            at, swept = (at + RATES_SIZE // 2) % buffers.numel, swept + RATES_SIZE // 2
+        stop.set()
+        thread.join()
+        seconds = time.perf_counter() - began
+        found[name] = {"swept": swept / seconds / 1e9, "copied": moved / seconds / 1e9}
+        print(
+            f"{name}: " + ", ".join(f"{k} {v:.2f} G/s" for k, v in found[name].items()), flush=True
+        )
+
+    run("warm up", "all", len(cpus), (14, 12))
+    for part in ("all", "weights", "moments"):
+        run(f"{part}, alone", part, len(cpus), None)
+    for copied in ((14, 0), (14, 4), (14, 12), (2, 0)):
+        run(f"copies {copied}, alone", None, len(cpus), copied)
+        for part in ("all", "weights"):
+            for threads in sorted({len(cpus), 3 * len(cpus) // 4}):
+                run(f"{part}, {threads} threads, next to copies {copied}", part, threads, copied)
+    return found
+
+
 def measure_arms(cell: Cell, args: argparse.Namespace) -> dict[str, Any]:
     """Run the plans of a cell in turn, each in a new engine."""
     config = config_of(cell.shape, cell.context)
@@ -135,8 +218,11 @@ def main(words: Sequence[str] | None = None) -> None:
     if not args.tiny:
         results["rates"] = measure_rates()
         print({name: f"{rate / 1e9:.1f} GB/s" for name, rate in results["rates"].items()})
+        results["parts"] = measure_parts()
     if args.rates_only:
         selected = []
+        if args.save:
+            print(certificate.save("hybrid_rates", results), flush=True)
     for cell in selected:
         repeat_weights(weight_dtype(cell.dtype))
         results[cell.name] = measure_arms(cell, args)

@@ -14,7 +14,7 @@ from penstock.memory.placement import Place
 from penstock.memory.tensors import empty
 from penstock.optim.formats import BLOCK, Moments, StateFormat, num_blocks
 from penstock.optim.rules import adamw, draw_key
-from penstock.optim.sweep import Segment, start
+from penstock.optim.sweep import Part, Segment, start
 from penstock.optim.thread_pool import Pool
 
 TRAFFIC: dict[Moments, float] = {"fp32": 26.0, "bf16": 18.0, "int8": 14.0 + 8 / 256}
@@ -57,28 +57,30 @@ class SweepBuffers:
         numel: int | None = None,
         stats: bool = False,
         isa: str = "",
+        part: Part = "all",
     ) -> float:
         """Update the tensor and return the seconds it took.
 
-        Updates all parameters, or `numel` from index `at`, which is a multiple of `LEAF`.
+        Updates all parameters, or `numel` from index `at`, which is a multiple of `LEAF`. With a
+        `part`, it updates only the weights, or only the moments.
         """
         self._step += 1
         end = self.numel if numel is None else at + numel
-        part, blocks = slice(at, end), slice(at // BLOCK, num_blocks(end))
+        here, blocks = slice(at, end), slice(at // BLOCK, num_blocks(end))
         bases = [None if base is None else base[blocks] for base in self.base]
         segment = Segment(
             name="measured tensor",
             by=adamw(step=self._step, lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01),
-            grad=self.grad[part],
-            weight=self.weight[part],
-            rest=self.low[part],
-            first=self.moment[0][part],
-            second=self.moment[1][part],
+            grad=self.grad[here],
+            weight=self.weight[here],
+            rest=self.low[here],
+            first=self.moment[0][here],
+            second=self.moment[1][here],
             first_base=bases[0],
             second_base=bases[1],
             first_index=at,
             key=draw_key(0, self._step, 0),
         )
         start_time = time.perf_counter()
-        start("adamw", [segment], pool=pool, stats=stats, isa=isa).wait()
+        start("adamw", [segment], pool=pool, stats=stats, isa=isa, part=part).wait()
         return time.perf_counter() - start_time
