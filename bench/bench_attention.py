@@ -73,6 +73,7 @@ class Shape(NamedTuple):
 
 SHAPES = {
     "4x4096-d128": Shape(4, 4096, 32, 8, 128),
+    "4x4096-d128-2shared": Shape(4, 4096, 16, 2, 128),
     "4x4096-d128-3b": Shape(4, 4096, 24, 8, 128),
     "1x32768-d128": Shape(1, 32768, 32, 8, 128),
     "packed-d128": Shape(4, 4096, 32, 8, 128, documents=700),
@@ -124,9 +125,8 @@ class Inputs:
             torch.randn(rows, heads, shape.size, generator=made, device="cuda").bfloat16()
             for heads in (shape.heads, shape.shared, shape.shared, shape.heads)
         )
-        spans = document_spans(shape.lengths)
-        if tokens:
-            spans = spans[:, :rows].clamp(max=rows - 1)
+        starts = [start for start in itertools.accumulate(shape.lengths, initial=0) if start < rows]
+        spans = attention_launch.document_spans([*starts, rows]).cuda()
         self.layout = Layout(spans, shape.size**-0.5, shape.window, shape.cap)
         self.out = torch.empty_like(self.q)
         self.sums, self.deltas = (
@@ -258,6 +258,7 @@ def compare(name: str) -> None:
     )  # fmt: skip
     report("  gradient of queries", shape, 6, inputs.call("query_gradient", None))
     report("  gradients of keys and values", shape, 8, inputs.call("key_gradient", None))
+    _in_order_of_tokens(inputs)
     if wanted is not None:
         print(f"   errors of out, dq, dk, dv: {errors([forward[0], *backward], wanted)}")
     if not shape.cap:
@@ -266,6 +267,18 @@ def compare(name: str) -> None:
         _cudnn(inputs)
     del inputs
     torch.cuda.empty_cache()
+
+
+def _in_order_of_tokens(inputs: Inputs) -> None:
+    """Measure the same with programs in the order of tokens: the last query first."""
+    shape, spans = inputs.shape, inputs.layout.spans.clone()
+    padded = attention_launch.padded_tokens(inputs.q.shape[0])
+    blocks = torch.arange(spans.shape[1] - padded, dtype=torch.int32, device="cuda")
+    spans[0, padded:], spans[1, padded:] = blocks.flip(0), blocks
+    sorted_layout, inputs.layout = inputs.layout, inputs.layout._replace(spans=spans)
+    for kernel, per_score in (("forward", 4), ("query_gradient", 6), ("key_gradient", 8)):
+        report(f"  {kernel}, by tokens", shape, per_score, inputs.call(kernel, None))
+    inputs.layout = sorted_layout
 
 
 def _flash(inputs: Inputs, wanted: Any) -> None:

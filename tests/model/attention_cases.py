@@ -45,11 +45,13 @@ class Case(NamedTuple):
         return Layout(spans, self.scale, self.window, self.cap)
 
     def attend(
-        self, inputs: list[torch.Tensor], tiles: Tiles | None = None, *, apart: bool = False
-    ) -> list[torch.Tensor]:
+        self, inputs: list[torch.Tensor], tiles: Tiles | None = None, *, apart: bool = False,
+        layout: Layout | None = None,
+    ) -> list[torch.Tensor]:  # fmt: skip
         """Return output, log-sum-exps and gradients, as the kernels compute them.
 
-        With `apart`, a kernel of its own computes the gradient of values.
+        With `apart`, a kernel of its own computes the gradient of values. With a `layout`, programs
+        may start in another order.
         """
 
         def choose(kernel: Kernel, *arguments: Any) -> Tiles | None:
@@ -58,7 +60,7 @@ class Case(NamedTuple):
             return tiles if apart or kernel != "value_gradient" else None
 
         query, key, value, grad = inputs
-        layout = self.layout(query.device)
+        layout = self.layout(query.device) if layout is None else layout
         out, sums = attention_launch.forward(query, key, value, layout, choose)
         gradients = attention_launch.backward(grad, query, key, value, out, sums, layout, choose)
         return [out, sums[:, : query.shape[0]], *gradients]

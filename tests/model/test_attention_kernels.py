@@ -69,6 +69,22 @@ def test_documents_around_the_padding(length: int) -> None:
     check(Case((length, 3), 1), Tiles(64, 32, 4, 2, True))
 
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_the_order_of_programs_changes_no_bit(apart: bool) -> None:
+    """The first block is last, and tiles without a token are anywhere."""
+    case, tiles = Case((150, 200, 3)), Tiles(32, 64, 4, 2)
+    inputs = case.inputs(CPU)
+    layout = case.layout(CPU)
+    spans = layout.spans.clone()
+    spans[:, 384:] = torch.tensor([[1, 2, 0], [2, 1, 0]])
+
+    found = case.attend(inputs, tiles, apart=apart, layout=layout._replace(spans=spans))
+
+    assert (spans != layout.spans).any()
+    for a, b in zip(found, case.attend(inputs, tiles, apart=apart), strict=True):
+        assert torch.equal(a, b)
+
+
 def test_queries_in_registers() -> None:
     check(Case(RAGGED), Tiles(16, 32, 4, 2, False, True))
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from penstock.model import attention_launch, varlen_attention
 from penstock.model.attention_launch import (
@@ -28,7 +32,7 @@ CAPABILITIES = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
 @needs_triton
 @pytest.mark.timeout(600)
 def test_the_kernels_in_the_interpreter() -> None:
-    assert count_interpreted("tests/model/test_attention_kernels.py") == 44
+    assert count_interpreted("tests/model/test_attention_kernels.py") == 46
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
@@ -43,6 +47,7 @@ def test_every_supported_head_size_has_tiles(
             assert kernel == "value_gradient"
             continue
         assert PADDING % tiles.queries == 0
+        assert PADDING % tiles.keys == 0
         if kernel in ("key_gradient", "value_gradient"):
             # They read whole tiles of what the other two wrote in whole tiles.
             for writer in ("forward", "query_gradient"):
@@ -113,10 +118,43 @@ def test_the_plan_counts_what_the_backward_allocates() -> None:
 def test_spans_name_the_first_and_last_token_of_each_document() -> None:
     spans = document_spans([0, 2, 3, 130])
 
-    assert spans.shape == (2, 256)
+    assert spans.shape == (2, 256 + 2)
     assert spans[:, [0, 1, 2, 3, 129]].tolist() == [[0, 0, 2, 3, 3], [1, 1, 2, 129, 129]]
     assert spans.dtype == torch.int32
-    assert set(spans[0, 130:].tolist()) == {attention_launch.NEVER}
+    assert set(spans[0, 130:256].tolist()) == {attention_launch.NEVER}
+
+
+def test_blocks_of_whole_rows_start_with_the_longest_of_all_rows() -> None:
+    spans = document_spans([0, 384, 768])
+
+    assert spans[0, 768:].tolist() == [2, 5, 1, 4, 0, 3], "the last queries see the most keys"
+    assert spans[1, 768:].tolist() == [0, 3, 1, 4, 2, 5], "the first keys are seen the most"
+
+
+@given(lengths=st.lists(st.integers(1, 700), min_size=1, max_size=12))
+def test_every_block_is_computed_once_and_none_before_one_with_more_work(
+    lengths: list[int],
+) -> None:
+    bounds = list(itertools.accumulate(lengths, initial=0))
+    spans, tokens = document_spans(bounds), bounds[-1]
+    padded = padded_tokens(tokens)
+
+    for row, work in ((0, keys_seen), (1, queries_seen)):
+        order = spans[row, padded:].tolist()
+        assert sorted(order) == list(range(padded // PADDING))
+        amounts = [work(bounds, block * PADDING, tokens) for block in order]
+        assert amounts == sorted(amounts, reverse=True)
+
+
+def keys_seen(bounds: list[int], low: int, tokens: int) -> int:
+    """Return the number of keys from the first one that a block sees to its last token."""
+    first = bounds[bisect.bisect_right(bounds, low) - 1]
+    return min(low + PADDING, tokens) - first
+
+
+def queries_seen(bounds: list[int], low: int, tokens: int) -> int:
+    last = min(low + PADDING, tokens) - 1
+    return bounds[bisect.bisect_right(bounds, last)] - low
 
 
 def test_the_kernels_and_their_launcher_pad_alike() -> None:

@@ -58,12 +58,12 @@ def test_one_call_equals_one_call_per_document(
 def test_documents_have_one_shape_for_every_batch() -> None:
     packed, whole = (flatten_bounds(b, CPU).spans for b in (BOUNDS, ([0, 16], [0, 16])))
 
-    assert packed.shape == whole.shape == (2, 128)
+    assert packed.shape == whole.shape == (2, 128 + 1)
     assert packed.dtype == torch.int32
     assert packed[0, :32].tolist() == [0] * 5 + [5] + [6] * 10 + [16] * 16
     assert packed[1, :32].tolist() == [4] * 5 + [5] + [15] * 10 + [31] * 16
     assert whole[0, :32].tolist() == [0] * 16 + [16] * 16
-    assert int(packed[0, 32:].min()) > 32  # padding sees no key
+    assert int(packed[0, 32:128].min()) > 32  # padding sees no key
 
 
 def test_the_models_scale_is_used() -> None:

@@ -8,6 +8,9 @@ documents begin. `firsts` and `lasts` give the first and last token of each toke
 grow with the token, so one look-up at each end of a tile tells which tiles need a mask and which
 are skipped. Several short documents share a tile, and none is padded.
 
+Programs start in the order of a table that follows `firsts` (for queries) or `lasts` (for keys):
+those with the most work first, so that the GPU's multiprocessors finish at about the same time.
+
 No sum depends on timing: `query_gradient_kernel` owns a block of queries and adds over the keys in
 order, and `key_gradient_kernel` owns a block of keys and adds over the query heads that share them,
 and over the queries, in order. Scores are computed twice for that, and nothing is ever added to
@@ -24,7 +27,8 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.4426950408889634)
 PADDING = tl.constexpr(128)
 """Arrays of one number per token are padded to a multiple of this: whole tiles are loaded and
-stored. It is a multiple of every tile's number of queries."""
+stored. It is a multiple of every tile's numbers of queries and keys. The table of the order of
+programs counts in blocks of this size."""
 PRECISION = tl.constexpr("ieee")
 """Precision of fp32 products: Triton's default is TF32, with 10 bits of mantissa. Those of 16-bit
 numbers do not depend on it."""
@@ -68,6 +72,17 @@ def _store_rows(base, heads, head, index, tokens, tile, D: tl.constexpr, WIDE: t
 def _padded(tokens):
     """Return the length of arrays of one number per token."""
     return tl.cdiv(tokens, PADDING) * PADDING
+
+
+@triton.jit
+def _first_row(spans, tokens, BLOCK: tl.constexpr):
+    """Return the first row of this program's tile. It may be beyond the last token.
+
+    `spans` are `firsts` or `lasts`, which the table of the order of blocks follows.
+    """
+    turn = tl.program_id(0)
+    block = tl.load(spans + _padded(tokens) + turn // (PADDING // BLOCK))
+    return block * PADDING + turn % (PADDING // BLOCK) * BLOCK
 
 
 @triton.jit
@@ -141,9 +156,9 @@ def forward_kernel(
     COPY_ENGINE: tl.constexpr, IN_REGISTERS: tl.constexpr,
 ):  # fmt: skip
     """Compute the output and the log-sum-exps of one block of queries of one head."""
-    # The last block of a document sees the most keys. It starts first, so that short blocks fill
-    # the end of the launch.
-    low = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
+    low = _first_row(firsts, tokens, BLOCK_M)
+    if low >= tokens:
+        return
     head = tl.program_id(1)
     shared = head // (HEADS // SHARED)
     index = low + tl.arange(0, BLOCK_M)
@@ -190,7 +205,9 @@ def query_gradient_kernel(
 
     A delta is the product of an output and its gradient. `key_gradient_kernel` reads it.
     """
-    low = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # as in the forward kernel
+    low = _first_row(firsts, tokens, BLOCK_M)
+    if low >= tokens:
+        return
     head = tl.program_id(1)
     shared = head // (HEADS // SHARED)
     index = low + tl.arange(0, BLOCK_M)
@@ -236,7 +253,9 @@ def key_gradient_kernel(
     COPY_ENGINE: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of one block of keys, of values or of both, of one shared head."""
-    low = tl.program_id(0) * BLOCK_N  # the first block of a document is seen by the most queries
+    low = _first_row(lasts, tokens, BLOCK_N)
+    if low >= tokens:
+        return
     shared = tl.program_id(1)
     keys = low + tl.arange(0, BLOCK_N)
     last = tl.minimum(low + BLOCK_N, tokens) - 1

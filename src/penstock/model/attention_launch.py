@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from penstock.model.attention_sizes import padded_tokens
+from penstock.model.attention_sizes import PADDING, padded_tokens
 
 Kernel = Literal["forward", "query_gradient", "key_gradient", "value_gradient"]
 """Where there are no tiles for `value_gradient`, `key_gradient` computes both gradients at once:
@@ -89,14 +89,30 @@ NEVER = 2**30
 
 
 def document_spans(bounds: Sequence[int]) -> torch.Tensor:
-    """Return the first and last token of each token's document, `[2, padded tokens]`.
+    """Return the first and last token of each token's document, and the order of programs.
 
-    `bounds` are the positions where documents begin, followed by the number of tokens.
+    `bounds` are the positions where documents begin, followed by the number of tokens. The result
+    is int32, `[2, padded tokens + blocks]`. In both rows, an order of the blocks of PADDING tokens
+    follows the padded tokens: in the first row that of queries, in the second that of keys.
     """
     marks = torch.tensor(bounds, dtype=torch.int32)
     spans = torch.stack([marks[:-1], marks[1:] - 1]).repeat_interleave(marks.diff(), dim=1)
     padding = spans.new_full((2, padded_tokens(bounds[-1]) - bounds[-1]), NEVER)
-    return torch.cat([spans, padding], dim=1)
+    return torch.cat([spans, padding, _order_of_blocks(spans)], dim=1)
+
+
+def _order_of_blocks(spans: torch.Tensor) -> torch.Tensor:
+    """Return the blocks of queries by the keys that they see, those of keys by their queries.
+
+    Blocks with the most work come first. In the order of tokens, the long blocks of the last row
+    would start late, and most multiprocessors would wait for them at the end. A window is not
+    considered: with one, blocks differ little.
+    """
+    tokens = spans.shape[1]
+    lows = torch.arange(0, tokens, PADDING)
+    highs = (lows + PADDING - 1).clamp(max=tokens - 1)
+    work = torch.stack([highs - spans[0, lows], spans[1, highs] - lows])
+    return work.argsort(dim=1, descending=True, stable=True).to(torch.int32)
 
 
 def attention_workspace_nbytes(*, tokens: int, heads: int) -> int:
@@ -135,7 +151,7 @@ class Layout(NamedTuple):
     """Which keys each query sees, and how scores are made."""
 
     spans: torch.Tensor
-    """The first and last token of each token's document, `[2, padded tokens]`."""
+    """What `document_spans` returns: where documents are, and the order of programs."""
     scale: float
     window: int
     """Number of keys that a query sees at most; 0: all."""
@@ -159,7 +175,7 @@ def forward(
     assert tiles is not None
     read = _describe(tiles, query=query, key=key, value=value)
     _launch(
-        "forward", (-(-tokens // tiles.queries), heads), query, key, layout, tiles,
+        "forward", (_programs(tokens, tiles.queries), heads), query, key, layout, tiles,
         (read["query"], read["key"], read["value"], out, sums, layout.spans[0]),
         IN_REGISTERS=tiles.in_registers,
     )  # fmt: skip
@@ -186,7 +202,7 @@ def query_gradient(
     assert tiles is not None
     read = _describe(tiles, query=query, grad=grad, out=out, key=key, value=value)
     _launch(
-        "query_gradient", (-(-tokens // tiles.queries), heads), query, key, layout, tiles,
+        "query_gradient", (_programs(tokens, tiles.queries), heads), query, key, layout, tiles,
         (read["grad"], read["query"], read["key"], read["value"], read["out"], log_sums, deltas, dq,
          layout.spans[0]),
         IN_REGISTERS=tiles.in_registers,
@@ -224,8 +240,13 @@ def launch_key_gradients(
         *(read["grad"], read["query"], read["key"], read["value"], read["sums"], read["deltas"]),
         *(dk, dv, layout.spans[0], layout.spans[1]),
     )
-    grid = (-(-key.shape[0] // tiles.keys), key.shape[1])
+    grid = (_programs(key.shape[0], tiles.keys), key.shape[1])
     _launch("key_gradient", grid, query, key, layout, tiles, arguments, KEYS=keys, VALUES=values)
+
+
+def _programs(tokens: int, tile: int) -> int:
+    """Return the number of tiles in all blocks of PADDING tokens. Some may have no token."""
+    return padded_tokens(tokens) // tile
 
 
 def _tiles(kernel: Kernel, query: torch.Tensor, choose: Choose) -> Tiles | None:

@@ -1,8 +1,9 @@
 """Attention over all documents of packed rows in one call, whose results repeat to the bit.
 
 The rows are laid end to end, and the operation gets the first and last token of each token's
-document as one tensor, so compiled code sees the same shape however a batch is packed. Rows that
-are one document each are passed in the same way.
+document as one tensor, so compiled code sees the same shape however a batch is packed. The tensor
+also says in which order a GPU computes blocks of tokens. Rows that are one document each are passed
+in the same way.
 
 On a GPU, the operation runs the kernels in `penstock.model.attention_kernels`. On a CPU, it is
 computed document by document in fp32. That is slow, and serves as the reference for the kernels.
@@ -29,7 +30,8 @@ class DocumentSpans(NamedTuple):
     """The documents of all rows, laid end to end."""
 
     spans: torch.Tensor
-    """The first and last token of each token's document: int32, `[2, padded tokens]`."""
+    """What `document_spans` returns: the first and last token of each token's document, and the
+    order of programs."""
     padding: torch.Tensor | None = None
     """True for tokens before the first one of their row that counts, `[rows, tokens]`; None if
     there are none. They are documents of their own, for which attention returns zeros."""
@@ -176,8 +178,9 @@ def _compute_on_cpu(
 ) -> Results:
     spans, scale, window, cap = layout
     out = query.new_empty(query.shape)
-    sums = query.new_zeros((query.shape[1], spans.shape[1]), dtype=torch.float32)
-    for rows in _document_rows(spans, query.shape[0]):
+    tokens, heads, _size = query.shape
+    sums = query.new_zeros((heads, padded_tokens(tokens)), dtype=torch.float32)
+    for rows in _document_rows(spans, tokens):
         q, k, v = _heads_first(rows, query, key, value)
         scores = _mask(_cap(q @ k.mT * scale, cap), window)
         sums[:, rows] = scores.logsumexp(-1)
