@@ -161,8 +161,10 @@ LATE = (
     Way("two rounds, moments updated in backward", ("dddd",), {"late": True, "rounds": 2}),
     Way("moments updated in backward, next to sweeps on the GPU", ("dddd",),
         {"late": True, "gpu_swept": (1, 2), "gpu_piece": 4096}),
+    Way("weights swept on the GPU, moments updated in backward", ("dddd",),
+        {"late": True, "gpu_swept": range(5), "gpu_piece": 4096}),
 )  # fmt: skip
-"""Ways in which the CPU updates the weights before forward and the moments in backward."""
+"""Ways in which weights are updated before forward, and moments on the CPU in backward."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import torch
 
 from penstock.engine.compute import Computer
 from penstock.engine.engine import Engine
+from penstock.engine.transfer import Mover
 from penstock.errors import NonFiniteMasterError, PlanError
 from penstock.optim.sweep import PreparedSweep
 from penstock.plan.plan import Plan
@@ -20,17 +21,17 @@ from tests.equivalence.runs import DRAM, LATE, Setup, Way, differing, follow, st
 from tests.equivalence.test_plans import assert_same, train_each
 from tests.support.engines import FAMILIES
 
-ALL, ROUNDS = LATE[0], LATE[4]
+ALL, ROUNDS, ON_GPU = LATE[0], LATE[4], LATE[6]
 
 
 @pytest.mark.parametrize(
     ("family", "ways", "work"),
     [
         pytest.param("llama", LATE, {}, id="bf16"),
-        pytest.param("qwen3", (ALL,), {"moments": "int8"}, id="int8 moments"),
-        pytest.param("llama", (ALL,), {"dtype": "fp32", "moments": "bf16"}, id="fp32"),
-        pytest.param("gemma3", (ALL,), {"dtype": "fp16", "config": {"tie_word_embeddings": True}},
-                     id="fp16, tied"),
+        pytest.param("qwen3", (ALL, ON_GPU), {"moments": "int8"}, id="int8 moments"),
+        pytest.param("llama", (ALL, ON_GPU), {"dtype": "fp32", "moments": "bf16"}, id="fp32"),
+        pytest.param("gemma3", (ALL, ON_GPU),
+                     {"dtype": "fp16", "config": {"tie_word_embeddings": True}}, id="fp16, tied"),
         pytest.param("llama", (ALL, ROUNDS), {"accumulate": True}, id="accumulation"),
         *(pytest.param(family, LATE, {"dtype": dtype, "moments": moments, "freeze": ()},
                        marks=pytest.mark.long)
@@ -100,8 +101,14 @@ def fail_in(monkeypatch: pytest.MonkeyPatch, verb: Verb, block: int) -> list[Ope
     ids=["in forward", "in the loss", "early in backward", "at the end of backward"],
 )
 @pytest.mark.parametrize("completes", ["step", "finish"])
+@pytest.mark.parametrize("way", [ALL, ON_GPU], ids=["CPU", "GPU"])
 def test_a_step_that_fails_loses_no_moment(
-    verb: Verb, block: int, completes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    verb: Verb,
+    block: int,
+    completes: str,
+    way: Way,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The next step, or `finish`, updates the moments that were left, and no moment twice."""
     setup = Setup.of("llama")
@@ -110,9 +117,43 @@ def test_a_step_that_fails_loses_no_moment(
         engine.step(first)
         engine.step(second)
         wanted = state_of(engine)
-    with setup.engine(ALL, tmp_path) as engine:
+    with setup.engine(way, tmp_path) as engine:
         engine.step(first)
         fail_in(monkeypatch, verb, block)
+        with pytest.raises(RuntimeError, match="no kernel"):
+            engine.step(second)
+        if completes == "finish":
+            engine.finish()
+        engine.step(second)
+
+        assert differing(wanted, state_of(engine)) == []
+
+
+@pytest.mark.parametrize("failing", [1, 4, 9])
+@pytest.mark.parametrize("completes", ["step", "finish"])
+@pytest.mark.parametrize("lane", ["sweep_states", "offload_states"])
+def test_a_sweep_on_the_gpu_that_fails_half_way_loses_no_moment(
+    failing: int, completes: str, lane: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some pieces have new weights and old moments then, and others have neither."""
+    setup = Setup.of("llama")
+    first, second = setup.batches(2)
+    with setup.engine(DRAM, tmp_path) as engine:
+        engine.step(first)
+        engine.step(second)
+        wanted = state_of(engine)
+    work, calls = getattr(Mover, lane), []
+
+    def fail(*args: Any) -> None:
+        calls.append(args)
+        if len(calls) == failing:
+            raise RuntimeError("no kernel")
+        work(*args)
+
+    with setup.engine(ON_GPU, tmp_path) as engine:
+        engine.step(first)
+        monkeypatch.setattr(Mover, lane, fail)
+        # The lanes of an engine have their methods from its first step on.
         with pytest.raises(RuntimeError, match="no kernel"):
             engine.step(second)
         if completes == "finish":
@@ -128,7 +169,8 @@ def test_a_checkpoint_continues_with_and_without_late_moments(tmp_path: Path) ->
     with setup.engine(DRAM, tmp_path) as engine:
         steps(engine, batches)
         wanted = state_of(engine)
-    for number, (first, second) in enumerate([(ALL, DRAM), (DRAM, ALL)]):
+    ways = [(ALL, DRAM), (DRAM, ON_GPU), (ON_GPU, ALL)]
+    for number, (first, second) in enumerate(ways):
         with setup.engine(first, tmp_path) as engine:
             steps(engine, batches[:3])
             engine.write(tmp_path / f"saved {number}")
@@ -148,17 +190,18 @@ def test_an_evaluation_between_steps_changes_nothing(tmp_path: Path) -> None:
     setup = Setup.of("llama")
     batches = setup.batches(3)
     results = []
-    for way in (DRAM, ALL):
+    for way in (DRAM, ALL, ON_GPU):
         with setup.engine(way, tmp_path) as engine:
             losses = []
             for batch in batches:
                 engine.step(batch)
                 losses.append(engine.evaluate([batches[0]]).loss)
             results.append((losses, state_of(engine)))
-    (losses, wanted), (late_losses, state) = results
+    (losses, wanted), *others = results
 
-    assert late_losses == losses
-    assert differing(wanted, state) == []
+    for late_losses, state in others:
+        assert late_losses == losses
+        assert differing(wanted, state) == []
 
 
 def test_a_refused_element_keeps_its_moments(tmp_path: Path) -> None:
@@ -167,7 +210,7 @@ def test_a_refused_element_keeps_its_moments(tmp_path: Path) -> None:
     first, second = setup.batches(2)
     name = "model.layers.0.mlp.up_proj.weight"
     states = []
-    for way in (DRAM, ALL):
+    for way in (DRAM, ALL, ON_GPU):
         with setup.engine(way, tmp_path) as engine:
             engine.step(first)
             next(iter(engine.access.parts(name, Role.FIRST)))[3] = float("nan")
@@ -176,15 +219,16 @@ def test_a_refused_element_keeps_its_moments(tmp_path: Path) -> None:
             assert name in str(caught.value)
             states.append(state_of(engine))
             assert torch.isfinite(whole(engine, name, Role.WEIGHT)).all()
+    wanted, *others = states
 
-    assert differing(*states) == []
+    assert [differing(wanted, state) for state in others] == [[], []]
 
 
 @pytest.mark.parametrize(
     ("spots", "work", "words"),
     [
-        ("dndd", {}, "all that is trained of it must be in dram and cxl"),
-        ("hhhh", {}, "the CPU must sweep"),
+        ("dndd", {}, "must be in dram and cxl"),
+        ("hhhh", {}, "must be in dram and cxl"),
         ("dddd", {"optimizer": "lion"}, "needs AdamW"),
         ("dddd", {"world": 2}, "a single rank"),
     ],

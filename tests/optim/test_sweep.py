@@ -102,7 +102,6 @@ def test_refused_elements_keep_their_moments_in_two_sweeps(
 
     segments = split_segments(state, grad, by, [])
     swept = start("adamw", segments, pool=pools[3], part="weights")
-    assert swept.refused
     with pytest.raises(NonFiniteMasterError):
         swept.wait()
     start("adamw", segments, pool=pools[3], part="moments", after_refusal=True).wait()

@@ -98,6 +98,6 @@ def test_plans_say_that_moments_are_updated_in_backward() -> None:
     result, without = planned(), planned(late=False)
 
     assert plan_json(result)["sweep"]["late_moments_blocks"] == len(late_blocks(result.plan))
-    assert "in backward their moments" in summary(result, MACHINE)
+    assert "the CPU updates their moments in backward" in summary(result, MACHINE)
     assert plan_json(without)["sweep"]["late_moments_blocks"] == 0
-    assert "in backward their moments" not in summary(without, MACHINE)
+    assert "the CPU updates their moments in backward" not in summary(without, MACHINE)

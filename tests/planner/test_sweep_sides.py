@@ -62,14 +62,13 @@ def test_with_memory_faster_than_the_cpu_sweeps_the_gpu_sweeps_some_blocks() -> 
     assert STATES not in dict(alone.plan.parts(Tier.HBM))
 
 
-def test_the_gpu_sweeps_some_blocks_and_the_others_update_their_moments_late() -> None:
+def test_the_gpu_sweeps_some_blocks_and_the_moments_of_all_are_updated_late() -> None:
     fast = shared_at(300e9)
     both = planned(fast, effort=QUICK)
     late = [i for i, block in enumerate(both.plan.placement.blocks) if block.late_moments]
 
     assert on_gpu(both.plan)
-    assert late
-    assert not set(late) & set(on_gpu(both.plan))
+    assert set(on_gpu(both.plan)) < set(late)
     others = planned(MACHINE, effort=QUICK), planned(fast)  # without the one, without the other
     assert both.cost.step_seconds < 0.97 * min(each.cost.step_seconds for each in others)
 
@@ -169,7 +168,7 @@ def test_a_plan_of_an_earlier_version_is_read(tmp_path: Path) -> None:
 
 
 def test_memory_measured_with_copies_raises_what_all_readers_may_reach() -> None:
-    """Cores read 115 GB/s, and a sweep with copies reads 14 of 26 bytes of more than that."""
+    """Cores read 115 GB/s, and memory has more for cores and copies together."""
     node = MACHINE.nodes[0]
     read = MemoryRate(operation="read", bytes_per_second=Figure.from_number(115e9))
     machine = replace(MACHINE, nodes=(replace(node, rates=(*node.rates, read)),))
@@ -177,4 +176,4 @@ def test_memory_measured_with_copies_raises_what_all_readers_may_reach() -> None
 
     assert (before.total, before.read) == (168e9, 115e9)
     assert (after.total, after.sweep) == (312e9, before.sweep)
-    assert after.read == pytest.approx(168e9)
+    assert after.read == pytest.approx(234e9)

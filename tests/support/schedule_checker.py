@@ -242,6 +242,8 @@ class ScheduleChecker:
 
     def _sweep_moments(self, op: Operation) -> None:
         assert (op.block, op.piece) in self.late, "moments are updated once, after the weights"
+        if self.facts.streams_states(op.block):
+            assert self.sweeps_of(op.block) <= self.written, "swept weights are in host memory"
         assert not any((op.block, Role.GRADIENT, r) in self.out for r in range(op.round + 1)), (
             "moments are updated before the gradient is replaced"
         )
@@ -322,7 +324,11 @@ class ScheduleChecker:
     def offload(self, op: Operation) -> None:
         if op.gpu:
             assert (op.block, op.piece) in self.swept & self.passing, "only swept pieces leave"
-            assert set(op.roles) == set(TRAINED) - {Role.GRADIENT}, "all that a sweep changes"
+            if self.facts.has_late_moments(op.block):
+                assert op.roles == WEIGHTS, "moments stay as they are until the CPU updates them"
+                self.late.add((op.block, None))
+            else:
+                assert set(op.roles) == set(TRAINED) - {Role.GRADIENT}, "all that a sweep changes"
             self.written.add((op.block, op.piece))
             return
         (role,) = op.roles

@@ -89,6 +89,8 @@ class EngineMemory:
     """Sweeps on the CPU of what stays where it is, by block and piece, from their first start."""
     device_sweeps: dict[Swept, DeviceSweep]
     """Sweeps of what stays in device memory, likewise."""
+    state_sweeps: dict[tuple[int, int, int], DeviceSweep]
+    """Sweeps of what passes through device memory, by block, piece, and offset of the buffer."""
     updates: TensorUpdates | None
     """Updates of whole tensors; None if the optimizer works element by element."""
     start_up: StartUp
@@ -120,6 +122,7 @@ class EngineMemory:
         self.updates = None
         self.sweeps.clear()
         self.device_sweeps.clear()
+        self.state_sweeps.clear()
         self.pipes.clear()
         self.device.limit_memory(None)
 
@@ -279,6 +282,7 @@ def allocate(
                 sweep_pool=sweep_pool,
                 sweeps={},
                 device_sweeps={},
+                state_sweeps={},
                 updates=None if workspace is None else TensorUpdates(inventory, device, workspace),
                 start_up=start_up,
             )

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from penstock.engine.spans import Span
 from penstock.model.inventory import Inventory
 from penstock.optim.rules import Coefficients, RuleName, draw_key
-from penstock.optim.sweep import Constants, Part, Segment, SweepTicket
+from penstock.optim.sweep import Constants, Part, Segment
 from penstock.optim.tensor_rules import TensorUpdate
 from penstock.plan.schedule import Operation
 from penstock.roles import MOMENTS, WEIGHTS, Role
+from penstock.ticket import Ticket
 
 Swept = tuple[int, int | None]
 """A block, and a piece of it, or None for the whole block."""
@@ -34,9 +35,10 @@ class PendingUpdate:
     done: set[Swept] = field(default_factory=set)
     """Blocks and pieces whose sweep has been started. A step that fails waits for its sweeps, so
     after any step they have ended."""
-    late: dict[Swept, SweepTicket] = field(default_factory=dict)
-    """Those of them whose moments are still to be updated, each with the sweep of its weights. Only
-    the lane of the sweeps touches it while a step runs."""
+    late: dict[Swept, list[Ticket[object]]] = field(default_factory=dict)
+    """Blocks and pieces whose moments are still to be updated, each with the sweeps of its weights.
+    A block that the GPU sweeps in pieces is here as a whole. While a step runs, only the lanes that
+    sweep it, or offload what was swept, touch an entry, and the second waits for the first."""
     whole: Mapping[str, TensorUpdate] = field(default_factory=dict)
     """Updates of the tensors that are updated as a whole."""
     updated: set[str] = field(default_factory=set)

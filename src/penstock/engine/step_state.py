@@ -116,6 +116,9 @@ class StepState:
     """The outcome of the step on all ranks. Written by the lane of the ranks."""
     device_sweeps: list[Ticket[object]] = field(default_factory=list)
     """Sweeps on the device; waiting for one raises if it refused an element."""
+    state_sweeps: dict[tuple[int, int | None], Ticket[object]] = field(default_factory=dict)
+    """By block and piece: the sweep on the device of states that are stored in host memory. Written
+    by the lane that sweeps them before it posts its ticket, read by the lane that offloads them."""
     swept_on_cpu: set[tuple[int, int | None]] = field(default_factory=set)
     """Blocks and pieces that the CPU swept in this step. Written by the sweep lane, read after it
     has ended."""

@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from penstock.engine.allocate import EngineMemory
+from penstock.engine.device import DeviceSweep
 from penstock.engine.disk_pipe import DiskPipe
 from penstock.engine.pending_update import PendingUpdate, make_segments
 from penstock.engine.program import Program
@@ -34,11 +35,12 @@ from penstock.engine.spans import Span
 from penstock.engine.step_state import StepState, attention_key
 from penstock.engine.tensor_updates import TensorUpdates
 from penstock.engine.ticket_board import StoppedError
+from penstock.errors import NonFiniteMasterError
 from penstock.optim import sweep
 from penstock.optim.sweep import PreparedSweep
 from penstock.plan.lifetimes import BufferKey, BufferKind, operation_span
 from penstock.plan.schedule import Operation, Verb
-from penstock.roles import STATE, Role
+from penstock.roles import STATE, WEIGHTS, Role
 from penstock.storage.layout import Extent
 from penstock.ticket import Finished, Ticket, TicketGroup
 
@@ -121,13 +123,13 @@ class Mover:
             self._update_tensors(step, at, op, self._memory.updates)
             return
         prepared = self._prepare_sweep(step, at, op, pending)
+        key = (op.block, op.piece)
+        refused = part == "moments" and any(map(_refused_some, pending.late[key]))
         with self._sweep_lock:
             if step.tickets.failed is not None:  # perhaps nobody waits for sweeps any more
                 raise StoppedError
             # Each sweep of a step has a block or a piece of its own, so they share no memory. Only
             # the two parts of a divided sweep do, and the second has waited for the first.
-            key = (op.block, op.piece)
-            refused = part == "moments" and pending.late[key].refused
             ticket = prepared.start(
                 pending.constants(prepared.segments), pool=self._memory.sweep_pool,
                 independent=True, part=part, after_refusal=refused,
@@ -136,7 +138,7 @@ class Mover:
             pending.done.add(key)
             step.swept_on_cpu.add(key)
             if part == "weights":
-                pending.late[key] = ticket
+                pending.late[key] = [ticket]
             elif part == "moments":
                 del pending.late[key]
         step.tickets.post(at, ticket)
@@ -202,21 +204,41 @@ class Mover:
         step.tickets.post(at, self._device.record())
 
     def sweep_states(self, step: StepState, at: int, op: Operation) -> None:
-        """Start the optimizer sweep of one piece on the device."""
+        """Start the optimizer sweep of one piece on the device.
+
+        If its moments are updated later, the sweep computes them all the same, but they stay here.
+        """
         if self._skip_swept(step, at, op):
             return
         self._order_on_stream(step, at)
         pending = step.pending
         assert pending is not None
+        prepared = self._prepare_state_sweep(step, at, op, pending)
+        swept = prepared.start(pending.constants(prepared.segments))
+        step.device_sweeps.append(swept)
+        step.state_sweeps[op.block, op.piece] = swept
+        step.tickets.post(at, self._device.record())
+
+    def _prepare_state_sweep(
+        self, step: StepState, at: int, op: Operation, pending: PendingUpdate
+    ) -> DeviceSweep:
+        """Return the sweep of one piece in its buffer on the device, which is kept.
+
+        A piece has the same buffer in every step with the same program.
+        """
+        assert op.piece is not None
+        buffer = BufferKey(BufferKind.STATES, op.block, step.program.read_of[at])
+        key = (op.block, op.piece, step.program.states.offset(buffer))
+        if (known := self._memory.state_sweeps.get(key)) is not None:
+            return known
         start, stop, _ = self._span_of(op)
         first = self._tiers.first_element(op.block, True)
         roles = self._spans_read_for(step.program, at)
         args = (self._tiers.inventory, op.block, pending, roles, first + start, first + stop)
         segments = make_segments(*args)
         prepared = self._device.prepare_sweep(pending.rule, segments, self._memory.sweep_pool)
-        swept = prepared.start(pending.constants(segments))
-        step.device_sweeps.append(swept)
-        step.tickets.post(at, self._device.record())
+        self._memory.state_sweeps[key] = prepared
+        return prepared
 
     def offload_states(self, step: StepState, at: int, op: Operation) -> None:
         """Copy one swept piece back to where it is stored.
@@ -233,6 +255,10 @@ class Mover:
         for role in op.roles:
             if role in spans:
                 self._copy_span(self._tiers.span(op.block, role), spans[role], spans[role])
+        if op.roles == WEIGHTS:
+            # The CPU updates the moments of the block when all of its pieces are offloaded.
+            swept = step.state_sweeps[op.block, op.piece]
+            pending.late.setdefault((op.block, None), []).append(swept)
         pending.done.add((op.block, op.piece))
         step.tickets.post(at, self._device.record())
 
@@ -487,6 +513,15 @@ class Mover:
 
     def _owned_elements(self, block: int) -> int:
         return self._tiers.inventory.blocks[block].shard_elements(True)
+
+
+def _refused_some(swept: Ticket[object]) -> bool:
+    """Wait for a sweep, and return whether it refused an element."""
+    try:
+        swept.wait()
+    except NonFiniteMasterError:
+        return True
+    return False
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -145,12 +145,6 @@ class SweepTicket:
             raise NonFiniteMasterError(*self._refused)
         return read_stats(self._job) if self._has_stats else None
 
-    @property
-    def refused(self) -> bool:
-        """Whether an element was refused. Valid once finished."""
-        self.settle()
-        return self._refused is not None
-
     def settle(self) -> None:
         # Several threads may get here. Each works on its own reference to the segments and finds
         # the same refused element, so it does not matter which of them clears the field first.

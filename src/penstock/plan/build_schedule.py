@@ -209,7 +209,7 @@ class _ScheduleBuilder:
         """Append the head and backward through all other blocks."""
         self.head(round)
         if round == 0:
-            self.sweep_moments()
+            self.sweep_late_moments()
         self.offload_gradient(self.index.count - 1, round)
         self.layers_backward(round)
 
@@ -328,6 +328,8 @@ class _ScheduleBuilder:
         elif self.index.streams_states(block):
             pieces = range(self.index.pieces[block])
             self.swept[block] = tuple(self.sweep_states(block, p) for p in pieces)
+            if self.index.has_late_moments(block) and not self.divides_sweeps:
+                self.sweep_moments(block, "forward")
         else:
             # Updates of whole tensors share a workspace, so all of them are on one lane.
             gpu = side == "gpu" and not self.index.whole_tensors
@@ -341,16 +343,18 @@ class _ScheduleBuilder:
                 self.updated[block] = (self.gather(block, "forward", 0, self.swept[block]),)
         return True
 
-    def sweep_moments(self) -> None:
+    def sweep_late_moments(self) -> None:
         """Append the sweeps of moments, in the order in which backward replaces the gradients.
 
         They follow all sweeps of weights on their lane, so they never delay a forward pass.
         """
         for block in reversed(self.swept):
             if self.operations[self.swept[block][0]].roles == WEIGHTS:
-                self.late[block] = self.emit(
-                    Verb.SWEEP, block, MOMENTS, "backward", after=self.swept[block]
-                )
+                self.sweep_moments(block, "backward")
+
+    def sweep_moments(self, block: int, phase: Phase) -> None:
+        """Append the sweep of a block's moments on the CPU, after that of its weights."""
+        self.late[block] = self.emit(Verb.SWEEP, block, MOMENTS, phase, after=self.swept[block])
 
     def sweep_staged(self, block: int, staged: tuple[Role, ...]) -> tuple[int, ...]:
         """Append the sweep of a block that passes through staging, and return its indices.
@@ -403,15 +407,22 @@ class _ScheduleBuilder:
         """Append fetch, sweep and offload of one piece that the GPU sweeps.
 
         Returns the index of the offload: what needs the swept weights finds them in host memory.
+        With late moments, only the weights are offloaded: the moments in host memory stay as they
+        are until the CPU updates them.
         """
         self.drop_states("forward", 0, keep=self.index.placement.pieces_staged - 1)
         fetched = self.emit(Verb.FETCH, block, TRAINED, "forward", piece=piece, gpu=True)
         swept = self.emit(
             Verb.SWEEP, block, TRAINED, "forward", piece=piece, gpu=True, after=(fetched,)
         )
-        back = tuple(role for role in TRAINED if role is not Role.GRADIENT)
         offloaded = self.emit(
-            Verb.OFFLOAD, block, back, "forward", piece=piece, gpu=True, after=(swept,)
+            Verb.OFFLOAD,
+            block,
+            self.index.swept_on_gpu(block),
+            "forward",
+            piece=piece,
+            gpu=True,
+            after=(swept,),
         )
         self.passing.append((self.operations[fetched], offloaded))
         return offloaded

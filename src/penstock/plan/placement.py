@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from penstock.errors import PlanError
-from penstock.roles import Role
+from penstock.roles import STATE, WEIGHTS, Role
 from penstock.tiers import Tier
 from penstock.units import MiB
 
@@ -90,8 +90,8 @@ class BlockPlacement:
     is frozen."""
 
     late_moments: bool = False
-    """Whether the CPU sweep before the block's forward updates the weights only. The moments are
-    updated before backward replaces the gradient, while host memory is less busy. Until then, the
+    """Whether the sweep before the block's forward updates the weights only. The CPU updates the
+    moments before backward replaces the gradient, while host memory is less busy. Until then, the
     memory of the gradient is in use. False in plans of earlier versions."""
 
     kept: int = 0
@@ -135,6 +135,11 @@ class BlockPlacement:
     def streams_states(self) -> bool:
         """Whether the GPU sweeps the block, and its states are in host memory."""
         return self.sweep == "gpu" and not self.all_on(Role.GRADIENT, Tier.HBM)
+
+    @property
+    def swept_on_gpu(self) -> tuple[Role, ...]:
+        """Roles that return to host memory after the GPU has swept a piece of the block."""
+        return WEIGHTS if self.late_moments else (Role.WEIGHT, *STATE)
 
     @property
     def attended(self) -> range:

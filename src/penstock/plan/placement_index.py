@@ -153,8 +153,12 @@ class PlacementIndex:
         )
 
     def has_late_moments(self, block: int) -> bool:
-        """Return whether a CPU sweep updates the weights first, and the moments in backward."""
+        """Return whether a sweep updates the weights first, and the CPU the moments later."""
         return self._at(block).late_moments
+
+    def swept_on_gpu(self, block: int) -> tuple[Role, ...]:
+        """Return the roles that return to host memory after the GPU has swept a piece of them."""
+        return self._at(block).swept_on_gpu
 
     def between_staged(self, block: int) -> tuple[int, ...]:
         """Return the blocks to sweep while this one passes through staging, in order.

@@ -336,11 +336,11 @@ class Plan:
             )
         trained = [home for home in placed.homes if home.role in TRAINED]
         in_host = not any(home.on(Tier.HBM) or home.on(Tier.NVME) for home in trained)
-        if placed.sweep != "cpu" or not in_host or placed.is_split:
+        if placed.sweep == "none" or not in_host or placed.is_split:
             raise PlanError(
                 where,
-                f"is true, so the CPU must sweep {placed.block}, and all that is trained of it "
-                f"must be in dram and cxl",
+                f"is true, so all that is trained of {placed.block} must be in dram and cxl, where "
+                f"the CPU updates its moments",
             )
         if self.placement.sweeps_interleaved:
             raise PlanError(where, "is true, so placement.sweeps_interleaved must be false")

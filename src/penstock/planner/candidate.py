@@ -117,8 +117,8 @@ class Candidate:
     """See `Placement.sweeps_interleaved`."""
 
     late: bool = False
-    """Whether the moments of all blocks in host memory that the CPU sweeps are updated in backward:
-    see `BlockPlacement.late_moments`."""
+    """Whether the moments of all blocks in host memory are updated in backward: see
+    `BlockPlacement.late_moments`."""
 
     # Candidates are keys of several caches, and the locations of a large model take long to hash.
     _hash: int = field(init=False, repr=False, compare=False)
@@ -137,8 +137,7 @@ class Candidate:
 
     def has_late_moments(self, block: int) -> bool:
         """Return whether the moments of a block are updated in backward."""
-        swept_on_cpu = block not in self.gpu_swept
-        return self.late and swept_on_cpu and self.locations[block].trained_in_host_memory
+        return self.late and self.locations[block].trained_in_host_memory
 
     def moved(self, changes: dict[int, BlockLocations]) -> Candidate:
         """Return a copy with other locations for some blocks."""

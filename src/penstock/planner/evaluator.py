@@ -154,7 +154,7 @@ class PlanEvaluator:
     _group_sizes: dict[tuple[int, str, int], int] = field(init=False, default_factory=dict)
     _equal_homes: dict[tuple[int, Role, Location], Home] = field(init=False, default_factory=dict)
     _stripe_weights: StripeWeights = field(init=False)
-    _sweep_seconds: dict[tuple[int, BlockLocations, int], tuple[float, float]] = field(
+    _sweep_seconds: dict[tuple[int, BlockLocations, int, bool], tuple[float, float]] = field(
         init=False, default_factory=dict
     )
 
@@ -437,7 +437,7 @@ class PlanEvaluator:
         The block is in host memory.
         """
         locations = candidate.placed[block]
-        key = (self.inventory.kinds[block], locations, candidate.rounds)
+        key = (self.inventory.kinds[block], locations, candidate.rounds, candidate.late)
         if key not in self._sweep_seconds:
             placement = self.placement(replace(candidate, gpu_swept=frozenset()))
             self._sweep_seconds[key] = self._timer.sweep_seconds(placement, block)

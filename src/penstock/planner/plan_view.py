@@ -341,16 +341,18 @@ def sweep_lines(result: PlanResult) -> list[str]:
     found, lines = sweep_json(result), []
     both = found["cpu_blocks"] + found["gpu_blocks"]
     cpu, gpu = (format_seconds(found[f"{side}_seconds"]) for side in ("cpu", "gpu"))
+    late = found["late_moments_blocks"]
     if found["gpu_blocks"]:
+        others = "the CPU sweeps the others" + ("" if late else f" ({cpu})")
         lines.append(
             f"optimizer sweep: {found['gpu_blocks']} of {both} blocks in host memory pass through "
-            f"the GPU ({gpu}), the CPU sweeps the others ({cpu})"
+            f"the GPU ({gpu}), {others}"
         )
-    if found["late_moments_blocks"]:
+    if late:
         lines.append(
-            f"optimizer sweep: before forward, the CPU updates the weights of "
-            f"{found['late_moments_blocks']} of {both} blocks in host memory, and in backward "
-            f"their moments ({cpu} in all)"
+            f"optimizer sweep: before forward, only the weights of {late} of {both} blocks in host "
+            f"memory are updated; the CPU updates their moments in backward ({cpu} of the CPU in "
+            f"all)"
         )
     return lines
 

@@ -220,12 +220,16 @@ class StepTimer:
         return max(self._builder(placement).totals(chain.from_iterable(parts)).values())
 
     def sweep_seconds(self, placement: Placement, block: int) -> tuple[float, float]:
-        """Return how long a sweep of a block takes on the CPU, and through the GPU, if alone."""
-        back = (Role.WEIGHT, *STATE)
-        on_cpu = [Operation(Verb.SWEEP, block, TRAINED, "forward")]
+        """Return how long a sweep of a block takes on the CPU, and through the GPU, if alone.
+
+        With late moments, that is the sweep before forward.
+        """
+        at = placement.blocks[block]
+        swept = WEIGHTS if at.late_moments else TRAINED
+        on_cpu = [Operation(Verb.SWEEP, block, swept, "forward")]
         on_gpu = [
             Operation(Verb.FETCH, block, TRAINED, "forward", gpu=True),
-            Operation(Verb.OFFLOAD, block, back, "forward", gpu=True),
+            Operation(Verb.OFFLOAD, block, at.swept_on_gpu, "forward", gpu=True),
         ]
         builder = self._builder(placement)
         cpu, gpu = (max(builder.totals(each).values()) for each in (on_cpu, on_gpu))
@@ -306,13 +310,14 @@ def _required_work(builder: JobBuilder, block: int) -> _RequiredWork:
     back = tuple(role for role in swept if role in staged)
     if at.sweep != "none":
         # A block is swept before its forward, or before the loss if it is the head.
-        roles = WEIGHTS if at.late_moments else TRAINED
-        before.append(Operation(Verb.SWEEP, block, roles, "forward", gpu=at.sweep == "gpu"))
+        on_gpu = at.sweep == "gpu"
+        roles = WEIGHTS if at.late_moments and not on_gpu else TRAINED
+        before.append(Operation(Verb.SWEEP, block, roles, "forward", gpu=on_gpu))
         if at.late_moments:
             either.append(Operation(Verb.SWEEP, block, MOMENTS, "backward"))
         if at.streams_states:
             before.append(Operation(Verb.FETCH, block, TRAINED, "forward", gpu=True))
-            before.append(Operation(Verb.OFFLOAD, block, swept, "forward", gpu=True))
+            before.append(Operation(Verb.OFFLOAD, block, at.swept_on_gpu, "forward", gpu=True))
         before.append(Operation(Verb.READ, block, staged, "forward"))
         write.append(Operation(Verb.WRITE, block, back, "forward"))
     if at.home(Role.WEIGHT):
