@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from penstock.plan.plan import Plan
 from penstock.plan.schedule import Operation, Verb
 from penstock.plan.traffic import step_traffic
 from penstock.plan.workload import CallerLoss, Workload
-from penstock.planner import QUICK, PlanResult, make_plan, saved_attention
+from penstock.planner import QUICK, PlanResult, make_plan, saved_attention, search
 from penstock.planner.candidate import Candidate, Location
 from penstock.planner.cost import StepTimer
 from penstock.planner.cost.compute import ComputeTime
@@ -96,6 +97,24 @@ def test_the_summary_and_json_say_how_many_layers_save_and_where() -> None:
     assert sum(by_tier.values()) == 12
     assert f"attention: results of 12 of 12 layers saved ({places})" in summary(result, MACHINE)
     assert "attention:" not in summary(planned(24 * GiB, workload=plain(attended())), MACHINE)
+
+
+def test_memory_that_states_on_their_way_to_the_gpu_leave_is_used_for_results(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A block leaves HBM to make room for states, which need less than a whole block."""
+    result = planned(5 * GiB, workload=attended(2048, 4))
+    calls = itertools.count()
+
+    def only_before(evaluator: PlanEvaluator, found: Candidate, *, exact: bool) -> Candidate:
+        return found if next(calls) % 2 else save_attention(evaluator, found, exact=exact)
+
+    monkeypatch.setattr(search, "save_attention", only_before)
+    without = planned(5 * GiB, workload=attended(2048, 4))
+
+    assert any(block.streams_states for block in without.plan.placement.blocks)
+    assert sum(saved(result.plan)) > sum(saved(without.plan))
+    assert result.cost.step_seconds < without.cost.step_seconds
 
 
 @pytest.mark.parametrize("batch", [1, 3])

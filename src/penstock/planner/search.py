@@ -103,7 +103,11 @@ def search(
     kept = keep_layers(evaluator, found, exact=exact)
     kept = save_attention(evaluator, kept, exact=exact)
     if effort.gpu_sweeps:
-        kept = share_sweeps(evaluator, kept, exact=exact)
+        shared = share_sweeps(evaluator, kept, exact=exact)
+        if shared is not kept:
+            # Blocks leave HBM to make room for states, which need less than a whole block.
+            shared = save_attention(evaluator, shared, exact=exact)
+        kept = shared
     return interleave_sweeps(evaluator, kept, exact=exact)
 
 
