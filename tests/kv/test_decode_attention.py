@@ -54,7 +54,8 @@ def compile_for_hopper(dtype: str, group: int, head: int, **more: Any) -> Any:
     source = ASTSource(
         fn=decode_kernels.part_kernel, signature=signature, constexprs=constants, attrs=aligned
     )
-    target, options = GPUTarget("cuda", 90, 32), {"num_warps": decode_attention.WARPS}
+    target = GPUTarget("cuda", 90, 32)
+    options = {"num_warps": decode_attention.WARPS, "enable_fp_fusion": True}
     return triton.compile(source, target=target, options=options)
 
 

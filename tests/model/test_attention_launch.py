@@ -99,7 +99,7 @@ def compile_kernel(name: Kernel, size: int, tiles: Tiles) -> Any:
     }
     known = {name: value for name, value in constants.items() if name in signature}
     source = ASTSource(fn=kernel, signature=signature, constexprs=known, attrs=aligned)
-    options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
+    options = {"num_warps": tiles.warps, "num_stages": tiles.stages, "enable_fp_fusion": True}
     return triton.compile(source, target=GPUTarget("cuda", 86, 32), options=options)
 
 

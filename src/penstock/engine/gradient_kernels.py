@@ -27,4 +27,10 @@ def add(total, gradient, fresh):
     """Add a contiguous gradient of 16 bits to a contiguous sum in fp32."""
     count = total.numel()
     grid = (triton.cdiv(count, BLOCK),)
-    add_kernel[grid](total, gradient, count, FRESH=fresh, BLOCK=BLOCK, num_warps=8)
+    add_kernel[grid](
+        *(total, gradient, count),
+        FRESH=fresh,
+        BLOCK=BLOCK,
+        num_warps=8,
+        enable_fp_fusion=False,
+    )

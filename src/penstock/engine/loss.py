@@ -250,6 +250,7 @@ def _cross_entropy(
         SMOOTHING=smoothing,
         BLOCK=8192,
         num_warps=16,
+        enable_fp_fusion=True,
     )
     return losses
 

@@ -440,5 +440,6 @@ def join_parts(first: AttentionPart, second: AttentionPart) -> torch.Tensor:
             x, y, x_log_sum.contiguous(), y_log_sum.contiguous(), out, new,
             *x.stride()[:3], *y.stride()[:3],
             HEAD=head, HEAD_PAD=decode_attention.next_power_of_two(head), BLOCK=JOIN_BLOCK,
+            enable_fp_fusion=True,
         )  # fmt: skip
     return out

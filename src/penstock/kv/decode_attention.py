@@ -259,7 +259,7 @@ def launch(
     if compiled is not None:
         compiled[grid](*arguments, *constants)
         return
-    launched = kernel[grid](*arguments, *constants, num_warps=warps)
+    launched = kernel[grid](*arguments, *constants, num_warps=warps, enable_fp_fusion=True)
     if launched is not None and compiled_kernels_take_constants():  # the interpreter returns None
         _compiled[key] = launched
 

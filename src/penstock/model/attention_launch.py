@@ -285,5 +285,5 @@ def _launch(
             HEADS=heads, SHARED=key.shape[1], D=size, WIDE=padded_head_size(size),
             BLOCK_M=tiles.queries, BLOCK_N=tiles.keys, WINDOW=layout.window,
             CAPPED=bool(layout.cap), COPY_ENGINE=tiles.copy_engine,
-            num_warps=tiles.warps, num_stages=tiles.stages, **constants,
+            num_warps=tiles.warps, num_stages=tiles.stages, enable_fp_fusion=True, **constants,
         )  # fmt: skip

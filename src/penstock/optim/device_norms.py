@@ -95,7 +95,10 @@ def _run_triton(grads: Sequence[torch.Tensor]) -> Ticket[GradStats]:
                 enable_fp_fusion=False,
             )
             norm.limb_kernel[(-(-layout.leaves // _LIMB_LEAVES),)](
-                *(sums, limbs, layout.leaves), LEAVES=_LIMB_LEAVES, num_warps=4
+                *(sums, limbs, layout.leaves),
+                LEAVES=_LIMB_LEAVES,
+                num_warps=4,
+                enable_fp_fusion=False,
             )
         at += len(some)
     return DeviceTicket(device, (), numbers, functools.partial(_read, len(grads)))
