@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import json
 import os
 import sys
@@ -44,6 +45,9 @@ _FUNCTIONS = {
 }
 ARMS = tuple(_FUNCTIONS)
 
+_PACKAGES = {"plain-liger": "liger_kernel", "deepspeed": "deepspeed", "roundpipe": "roundpipe"}
+"""Packages that arms need, besides torch and transformers, by the beginning of the arm's name."""
+
 _FAILED = 1
 
 
@@ -52,6 +56,16 @@ def find_arm(name: str) -> Arm:
     module, _, function = _FUNCTIONS[name].partition(".")
     arm: Arm = getattr(importlib.import_module(f"bench.peers.{module}"), function)
     return arm
+
+
+def missing_packages(arms: Sequence[str]) -> dict[str, str]:
+    """Return the packages that are not installed, by arm."""
+    return {
+        arm: package
+        for arm in arms
+        for begin, package in _PACKAGES.items()
+        if arm.startswith(begin) and importlib.util.find_spec(package) is None
+    }
 
 
 @dataclass(slots=True)

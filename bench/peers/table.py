@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from bench import certificate
 from bench.peers import render, zero
-from bench.peers.run import ARMS, OPTIONS, add_work
+from bench.peers.run import ARMS, OPTIONS, add_work, missing_packages
 
 BASELINE = "plain"
 DISK_ARMS = ("deepspeed-infinity", "deepspeed-infinity-opt")
@@ -112,11 +112,30 @@ def arm_arguments(args: argparse.Namespace, arm: str) -> list[str]:
     return argv
 
 
+def chosen_arms(args: argparse.Namespace) -> list[str]:
+    """Return the arms of a call in the order in which they run."""
+    return [args.baseline, *(arm for arm in args.arms if arm != args.baseline)]
+
+
+def check(args: argparse.Namespace) -> None:
+    """Exit if an arm would fail after its start, which takes a minute of a GPU."""
+    missing = missing_packages(chosen_arms(args))
+    if missing:
+        arms = ", ".join(f"{arm} needs {package}" for arm, package in missing.items())
+        sys.exit(
+            f"packages are missing: {arms}. bench/peers/fetch.py downloads them into a directory "
+            f"for PYTHONPATH"
+        )
+    if args.plan and not Path(args.plan).is_file():
+        sys.exit(f"--plan: there is no file {args.plan}; bench/gpu_table.py --plan-only makes it")
+    args.scratch.mkdir(parents=True, exist_ok=True)
+
+
 def run_table(args: argparse.Namespace) -> dict[str, Any]:
     """Run one call: the baseline, then the arms that fit into the time."""
     deadline = time.monotonic() + args.limit
     call: dict[str, Any] = {"arms": [], "not_started": []}
-    arms = [args.baseline, *(arm for arm in args.arms if arm != args.baseline)]
+    arms = chosen_arms(args)
     build(arms, args.scratch, deadline - time.monotonic() - _SLACK)
     for arm in arms:
         default = DISK_ARM_SECONDS if arm in DISK_ARMS else ARM_SECONDS
@@ -190,6 +209,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.markdown:
         print(render.markdown(json.loads(args.markdown.read_text())))
         return
+    check(args)
     import torch  # noqa: F401  # so that the results file names the GPU
 
     calls = json.loads(args.join.read_text())["results"]["calls"] if args.join else []

@@ -107,6 +107,27 @@ def test_the_lock_of_a_killed_compilation_is_removed(
     assert not lock.exists()
 
 
+def test_a_call_whose_arms_cannot_run_ends_before_the_first_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a rented GPU, starting an arm that lacks a package takes a minute."""
+    monkeypatch.setattr(table, "run_table", lambda args: pytest.fail("an arm was started"))
+    monkeypatch.setattr(run, "_PACKAGES", {"plain-liger": "no_such_package"})
+
+    with pytest.raises(SystemExit, match="plain-liger needs no_such_package"):
+        table.main(["--arms", "penstock", "--baseline", "plain-liger"])
+    with pytest.raises(SystemExit, match="there is no file"):
+        table.main(["--arms", "penstock", "--plan", str(tmp_path / "none.json")])
+
+
+def test_the_scratch_directory_is_made(tmp_path: Path) -> None:
+    scratch = tmp_path / "a/b"
+
+    table.check(table.arguments(["--arms", "plain", "--scratch", str(scratch)]))
+
+    assert scratch.is_dir()
+
+
 def test_an_arm_without_a_record_has_failed(tmp_path: Path) -> None:
     assert table.conclude("plain", tmp_path / "none.json", 1, 1.0)["state"] == "failed"
 
