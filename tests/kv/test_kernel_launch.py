@@ -23,7 +23,7 @@ class FakeKernel:
         self.compiles = compiles
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Any:
-        def run(*arguments: Any, num_warps: int) -> FakeCompiled | None:
+        def run(*arguments: Any, num_warps: int, enable_fp_fusion: bool) -> FakeCompiled | None:
             self.compiled_launches.append((grid, num_warps, *arguments))
             return FakeCompiled(self) if self.compiles else None
 
