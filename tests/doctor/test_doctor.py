@@ -209,9 +209,10 @@ def test_numa_balancing_with_one_node_is_ok(tmp_path: Path) -> None:
 
 def test_every_check_has_a_test_that_makes_it_fail() -> None:
     stubbed_checks = {
-        limits.check_python, limits.check_instruction_sets, memory.check_binding,
-        devices.check_io_uring, devices.check_free_space, devices.check_shared_memory,
-        devices.check_driver, devices.check_torch, devices.check_cuda_versions,
+        limits.check_python, limits.check_byte_code, limits.check_instruction_sets,
+        memory.check_binding, devices.check_io_uring, devices.check_free_space,
+        devices.check_shared_memory, devices.check_driver, devices.check_torch,
+        devices.check_cuda_versions,
     }  # fmt: skip
     assert set(CHECKS.values()) == stubbed_checks | set(kernel_file_checks())
 

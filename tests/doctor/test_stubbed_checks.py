@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import py_compile
 import subprocess
 import sys
 import tempfile
@@ -70,6 +71,20 @@ def test_an_old_python_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits.sys, "version_info", (3, 10, 4, "final", 0))
     finding = limits.check_python(System())
     assert (finding.status, finding.found) == ("bad", "3.10.4")
+
+
+def test_a_package_without_byte_code_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "site-packages" / "torch" / "__init__.py"
+    source.parent.mkdir(parents=True)
+    source.write_text("")
+    monkeypatch.setattr(limits, "_origin", {"torch": str(source)}.get)
+    finding = limits.check_byte_code(System())
+    assert (finding.status, "torch" in finding.found) == ("note", True)
+    assert f"compileall -q -j 0 {source.parents[1]}`" in finding.fix
+    py_compile.compile(str(source), doraise=True)
+    assert limits.check_byte_code(System()).status == "ok"
 
 
 @pytest.mark.parametrize(("free", "status"), [(9 * GiB, "warn"), (11 * GiB, "ok")])

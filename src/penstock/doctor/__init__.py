@@ -17,6 +17,7 @@ HERE = System()
 
 CHECKS: Mapping[str, Callable[[System], Finding]] = {
     "python": limits.check_python,
+    "byte code": limits.check_byte_code,
     "instruction sets": limits.check_instruction_sets,
     "kernel": limits.check_wsl,
     "nodes": memory.check_nodes,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import sys
+from pathlib import Path
 
 from penstock import _native
 from penstock.doctor.findings import Finding, ok
@@ -30,6 +32,39 @@ def check_python(_: System) -> Finding:
         why="Penstock requires Python 3.11 or newer.",
         fix="install a newer Python and create a new environment: `python3.11 -m venv .venv`",
     )
+
+
+def check_byte_code(_: System) -> Finding:
+    """Check that Python does not compile torch's and transformers' modules at every start."""
+    origins = {name: _origin(name) for name in _LARGE_PACKAGES}
+    sources = {name: origin for name, origin in origins.items() if origin}
+    missing = [name for name, origin in sources.items() if not _byte_code(origin).exists()]
+    if not missing:
+        return ok("byte code", f"compiled modules of {' and '.join(sources) or 'no package'}")
+    names, folder = " and ".join(missing), Path(sources[missing[0]]).parents[1]
+    never = ", and PYTHONDONTWRITEBYTECODE is set" if sys.dont_write_bytecode else ""
+    return Finding(
+        check="byte code",
+        status="note",
+        found=f"no compiled modules of {names}{never}",
+        why="Unless it can write them, Python compiles thousands of modules at every start, which "
+        "takes 5 to 10 s.",
+        fix=f"`python -m compileall -q -j 0 {folder}` as the owner of that directory",
+    )
+
+
+_LARGE_PACKAGES = ("torch", "transformers")
+
+
+def _origin(name: str) -> str | None:
+    """Return the file of a package, without importing it."""
+    spec = importlib.util.find_spec(name)
+    return spec.origin if spec is not None else None
+
+
+def _byte_code(source: str) -> Path:
+    """Return the file in which Python keeps the compiled form of a module."""
+    return Path(importlib.util.cache_from_source(source))
 
 
 def check_instruction_sets(_: System) -> Finding:
