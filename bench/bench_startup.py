@@ -126,6 +126,8 @@ def main() -> None:
         "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
         "TRITON_CACHE_DIR": str(caches / "triton"),
     }
+    # Otherwise every start would compile all Python files again.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     starts = []
     for number in range(args.starts):
         (read_into_cache if args.keep_cached else drop_from_cache)(model)

@@ -170,6 +170,8 @@ def run_logged(name: str, line: Sequence[str], seconds: float, out: Path) -> int
         "BENCH_RESULTS": str(out.resolve()),
         "BENCH_COMMIT": certificate.commit(),
     }
+    # Otherwise every run would compile all Python files again, and its start-up would show it.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     log = out / f"{name}.log"
     print(f"== {name}", flush=True)
     began = time.monotonic()

@@ -82,9 +82,10 @@ def environment(arm: str, scratch: Path) -> dict[str, str]:
 
     CPU optimizers get every core, where launchers often set OMP_NUM_THREADS to one. Compiled
     extensions are stored in the scratch directory; a lock that a killed compilation left is
-    removed.
+    removed. Compiled Python files are kept, or every arm would compile them again.
     """
     variables = dict(os.environ)
+    variables.pop("PYTHONDONTWRITEBYTECODE", None)
     if arm.endswith("-tuned"):
         variables.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     variables.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))

@@ -278,6 +278,8 @@ class Worker:
         # process and one OpenMP thread for every core.
         environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
         environment.setdefault("OMP_NUM_THREADS", "1")
+        # Otherwise every process would compile all Python files again, where they have not been.
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
         with log.open("w") as stream:
             self.process = subprocess.Popen(
                 [*command, "-o", "faulthandler_timeout=240"],
