@@ -234,13 +234,16 @@ def test_a_killed_or_failed_program_is_the_first_finding() -> None:
     assert failed[0].text == "the program ended with exit code 3"
 
 
-def steady(grow: int = 0, available: int = 64 * GiB, reserved: int = 10 * GiB) -> RecordedRun:
-    """Return twelve steps of one second whose memory may grow."""
+def steady(
+    grow: int = 0, available: int = 64 * GiB, reserved: int = 10 * GiB, slows: float = 1.0
+) -> RecordedRun:
+    """Return twelve steps of one second whose memory may grow: less every step, if it slows."""
+    grown = [int(grow * sum(slows**step for step in range(n))) for n in range(12)]
     phases = [Phase("forward", n, float(n), n + 1.0) for n in range(12)]
     samples = [
         Sample(
             t=n + 0.5,
-            gpu=(GpuSample(allocated=10 * GiB + n * grow, reserved=reserved + n * grow),),
+            gpu=(GpuSample(allocated=10 * GiB + grown[n], reserved=reserved + grown[n]),),
             host=HostSample(rss=GiB, available=available),
         )
         for n in range(12)
@@ -252,6 +255,7 @@ def steady(grow: int = 0, available: int = 64 * GiB, reserved: int = 10 * GiB) -
 def test_growing_fragmented_and_low_memory_are_found() -> None:
     assert by_kind(steady()) == {}
     assert "10.1 GiB" in by_kind(steady(grow=GiB // 10))["growth"].text
+    assert by_kind(steady(grow=GiB, slows=0.7)) == {}  # 3 GiB, most of them in the first steps
     assert "holds 6.00 GiB more" in by_kind(steady(reserved=16 * GiB))["fragmentation"].text
     assert "down to 1.00 GiB of 128 GiB" in by_kind(steady(available=GiB))["host-memory"].text
 

@@ -93,6 +93,9 @@ PENSTOCK_WAIT_ACTIONS = {
 COMPUTE_BOUND = 0.9
 """Share of a step from which only less or faster compute shortens it."""
 
+LASTING_GROWTH = 0.4
+"""Share of the growth of memory that the second half of a record has, from which it is reported."""
+
 TROUGH = 0.25
 """Share of the peak from which unused memory is reported."""
 
@@ -605,7 +608,12 @@ def growing_memory(m: Measures) -> Iterator[Finding]:
         if len(known) < 8:
             continue
         first, last = statistics.median(known[:quarter]), statistics.median(known[-quarter:])
-        if last - first > max(64 * MiB, 0.02 * first):
+        middle = len(known) // 2 - quarter // 2
+        halfway = statistics.median(known[middle : middle + quarter])
+        # Caches and allocators fill up during the first hundred steps, ever more slowly. What a
+        # program keeps from every step grows as much in the second half as in the first.
+        lasting = last - halfway >= LASTING_GROWTH * (last - first)
+        if last - first > max(64 * MiB, 0.02 * first) and lasting:
             yield Finding(
                 "growth", "warn",
                 f"{memory_title(key)}: the peak of a step grew from {nbytes_text(first)} to "
