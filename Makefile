@@ -15,7 +15,7 @@ CXX_ALL := $(CSRC) $(wildcard tests/native/*.cpp tests/native/*.h)
 .PHONY: help demo test test-long test-browser test-gpu test-vm fuzz campaign mutate lint format docs bench bench-storage \
         bench-plans bench-gpu bench-peers clean
 help:
-	@echo "make demo          fine-tune a small model under a small memory budget (about two minutes on two cores)"
+	@echo "make demo          fine-tune a small model under a small memory budget (about three minutes on two cores)"
 	@echo "make test          build and run the tests; needs no GPU and no root"
 	@echo "make test-long     run the long tests: many seeds, many kills, every model under every plan"
 	@echo "make test-browser  test the report page in headless Chromium, if it is installed"

@@ -30,7 +30,7 @@ from penstock.errors import InfeasibleError
 from penstock.settings import Settings
 from penstock.units import format_bytes_up
 
-STEPS, CONTEXT, BATCH, MICRO_BATCH = 200, 128, 4, 4
+STEPS, CONTEXT, BATCH, MICRO_BATCH = 400, 128, 4, 4
 PROFILED_STEPS = 20
 HBM, DRAM, DISK = "14MiB", "8MiB", "64MiB"
 
@@ -81,7 +81,7 @@ def main() -> int:
 def train_command(folder: Path) -> list[str]:
     budgets = {"hbm": smallest_hbm(folder), "dram": DRAM, "nvme": f"{folder / 'disk'}:{DISK}"}
     length = {"context": CONTEXT, "batch": BATCH, "micro-batch": MICRO_BATCH, "steps": STEPS}
-    optimizer = {"lr": 2e-3, "warmup": 10, "weight-decay": 0.01}
+    optimizer = {"lr": 1.5e-3, "warmup": 10, "weight-decay": 0.01}
     rest = {
         "init": "random",
         "eval-split": 0.02,
