@@ -186,6 +186,18 @@ def test_the_twin_of_a_self_check_has_the_adapter(
     assert any("lora_A" in name for name, _ in built[0].named_parameters())
 
 
+@pytest.mark.parametrize(
+    ("rank", "options"), [(2, {"use_rslora": True}), (4, {"use_rslora": True}), (2, {})]
+)
+def test_a_self_check_passes_with_adapters_that_are_multiplied_by_a_large_factor(
+    rank: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Up to 23 here. What an adapter adds to a twin must not be so much larger than the rest."""
+    config = lora(r=rank, lora_alpha=32, target_modules="all-linear", **options)
+    with prepare(adapted("llama", config), tmp_path, self_check=True) as engine:
+        assert engine.self_checked
+
+
 OTHERS = {
     "IA3": peft.IA3Config(
         target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]

@@ -343,6 +343,7 @@ def build_twin(
     generator = torch.Generator().manual_seed(1)
     fused = (module for module in model.modules() if has_fused_experts(module))
     experts = {p for module in fused for p in module.parameters() if p.dim() == 3}
+    scales = {} if adapter is None else _adapter_scales(model, adapter)
     with torch.no_grad(), torch.device("cpu"):
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
@@ -352,8 +353,26 @@ def build_twin(
                 noise *= parameter.shape[-1] ** -0.5  # one matrix for each expert
             else:
                 noise *= parameter[0].numel() ** -0.5
-            parameter.copy_(noise)
+            parameter.copy_(noise * scales.get(parameter, 1.0))
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     return model.train()
+
+
+def _adapter_scales(model: nn.Module, adapter: Adapter) -> dict[nn.Parameter, float]:
+    """Return factors for an adapter's matrices that undo a factor with which PEFT applies them.
+
+    With `lora_alpha` 32 and rank 2, what an adapter adds would be 16 times as large as what it is
+    added to. Softmax would choose one token, and rounding would decide which.
+    """
+    found: dict[nn.Parameter, float] = {}
+    for path, module in model.named_modules():
+        scaling: Any = getattr(module, "scaling", None)
+        factor = scaling.get(adapter.name) if isinstance(scaling, dict) else None
+        if not isinstance(factor, float | int) or factor <= 1:
+            continue
+        named = module.named_parameters(prefix=path)
+        matrices = [p for name, p in named if p.dim() > 1 and adapter.is_own(name)]
+        found |= {p: factor ** (-1 / len(matrices)) for p in matrices}
+    return found
