@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from penstock.engine.plan_choice import workload_for
 from penstock.engine.prepare import ARGUMENTS, prepare
-from penstock.errors import EngineError, PlanError, SettingsError
+from penstock.errors import EngineError, PenstockError, PlanError, SettingsError
 from penstock.settings import Settings, settings_fields
 from tests.support.engines import plain_model, tiny_config
 from tests.support.models import model
@@ -115,6 +116,21 @@ def test_an_unknown_tier_of_a_budget_names_the_tiers() -> None:
 def test_a_budget_of_another_type_says_what_to_write(budget: Any, problem: str) -> None:
     with pytest.raises(PlanError, match=re.escape(problem)):
         prepare(llama(), **SMALL | {"budget": budget})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"budget": "64MiB"}, "budget: must name tiers, such as .*, got '64MiB'"),
+        ({"optimizer": torch.optim.AdamW([torch.zeros(1)])}, "must be a name, .* Got AdamW"),
+        ({"model": torch.nn.Linear(2, 2)}, "Linear is no transformers model"),
+    ],
+)
+def test_an_argument_of_another_type_says_what_to_pass(
+    arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(PenstockError, match=message):
+        prepare(**({"model": llama()} | SMALL | arguments))
 
 
 def test_an_invalid_setting_names_its_field() -> None:

@@ -6,7 +6,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -70,6 +70,8 @@ def plan_command(**flags: Any) -> None:
     reads_data = bool(flags.get("data"))
     settings = _merge_settings(flags | ({"gpus": counts[0]} if len(counts) == 1 else {}))
     config, inventory = _inspect_model(settings, name)
+    # `penstock train` computes the loss itself.
+    inventory = replace(inventory, not_trainable=inventory.not_trainable or inventory.own_loss)
     check_freeze(inventory, settings.model.freeze)
     _check_files(settings, inventory)
 

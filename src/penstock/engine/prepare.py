@@ -190,6 +190,7 @@ def prepare(
     """
     from penstock.engine import startup
 
+    _check_arguments(model, budget, optimizer)
     start_up = startup.StartUp() if start_up is None else start_up
     with start_up.phase(startup.IMPORT):
         import transformers.modeling_utils  # noqa: F401  which takes seconds
@@ -222,10 +223,13 @@ def prepare(
             live.check_memory()
         with start_up.phase(startup.SURVEY):
             config, inventory, adapter = _inspect_and_check(
-                model, chosen, load_weights=load_weights
-            )
+                model, chosen, load_weights=load_weights,
+                own_loss=loss is not None or caller_loss is not None,
+            )  # fmt: skip
         if caller_loss is None:
             _check_head(live)
+            if loss is None:
+                _check_loss_function(live)
         else:
             _check_router_loss(config)
         # One rank plans for all: free memory differs between them.
@@ -255,12 +259,34 @@ def prepare(
         raise
 
 
+def _check_arguments(model: object, budget: object, optimizer: object) -> None:
+    """Raise an error for arguments of a wrong type, which a user may well pass."""
+    if not isinstance(model, str | Path) and not hasattr(model, "config"):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is no transformers model, which has a config. Pass a model "
+            f"of transformers or PEFT, the path of a model, or its ID on the Hub"
+        )
+    if budget is not None and not isinstance(budget, Budget | Mapping):
+        raise PlanError(
+            "budget",
+            f"must name tiers, such as {{'hbm': '20GiB', 'dram': 'auto'}}, got {budget!r:.80}",
+        )
+    if optimizer is not None and not isinstance(optimizer, str | Mapping):
+        raise SettingsError(
+            "optimizer",
+            f"must be a name, or a name with options such as {{'name': 'adamw', 'lr': 1e-5}}: the "
+            f"engine has optimizers of its own, for parameters that are not in memory. Got "
+            f"{type(optimizer).__name__}",
+        )
+
+
 def _inspect_and_check(
-    model: str | Path | nn.Module, settings: Settings, *, load_weights: bool
+    model: str | Path | nn.Module, settings: Settings, *, load_weights: bool, own_loss: bool
 ) -> tuple[Any, Inventory, Adapter | None]:
     """Inspect the model, and raise an error if it cannot be trained or its weights are not there.
 
-    `load_weights` is False for a resumed run, which freezes what it froze before.
+    `load_weights` is False for a resumed run, which freezes what it froze before. `own_loss` is set
+    if the caller brings a loss in place of the model's.
     """
     from penstock.model.freeze import check_freeze
     from penstock.model.meta_model import check_trainable
@@ -268,7 +294,7 @@ def _inspect_and_check(
     config, inventory = inspect_model(model, settings)
     adapter = adapter_of(model, settings)
     check_quantize(settings.model.quantize, adapter)
-    check_trainable(inventory)  # first: its reasons say more than those about files
+    check_trainable(inventory, own_loss=own_loss)  # first: says more than errors about files
     if load_weights:
         check_freeze(inventory, settings.model.freeze)
     if load_weights and isinstance(model, str | Path) and settings.model.init == "pretrained":
@@ -285,6 +311,25 @@ def _check_head(live: LiveModel | None) -> None:
             f"{type(live.model).__name__} has no head that predicts tokens, and prepare() trains "
             f"with the loss of the next token. Use penstock.stream(model, ...) and compute the "
             f"loss from what the model returns"
+        )
+
+
+def _check_loss_function(live: LiveModel | None) -> None:
+    """Raise UnsupportedModelError if the caller has given a model another loss function.
+
+    The model's class is checked with its twin, which does not have what was set on one model.
+    """
+    from transformers.loss.loss_utils import LOSS_MAPPING
+
+    if live is None:
+        return
+    given = vars(live.model).get("_loss_function")
+    if given is not None and given is not LOSS_MAPPING["ForCausalLM"]:
+        raise UnsupportedModelError(
+            f"the loss_function of this {type(live.model).__name__} was set to "
+            f"{getattr(given, '__name__', given)}, and prepare() trains with the cross-entropy of "
+            f"the next token. Use penstock.stream(model, ...), which trains with any loss, or pass "
+            f"prepare(..., loss=...)"
         )
 
 

@@ -363,6 +363,10 @@ class Inventory:
     not_trainable: str = ""
     """Why the model cannot be trained yet; empty if it can."""
 
+    own_loss: str = ""
+    """Why the loss that the model computes from labels is not next-token cross-entropy, which the
+    engine computes; empty if it is. A caller may compute any loss."""
+
     buffers: tuple[TensorSpec, ...] = ()
     """Tensors of the state dict that are no parameters, such as a layer's scale: they are not
     trained, but read from the model's files and saved with it."""

@@ -112,10 +112,13 @@ def move_buffers(model: nn.Module, device: torch.device) -> nn.Module:
     return model
 
 
-def check_trainable(inventory: Inventory) -> None:
-    """Raise UnsupportedModelError if Penstock cannot train the model."""
-    if inventory.not_trainable:
-        raise UnsupportedModelError(f"{inventory.model}: {inventory.not_trainable}")
+def check_trainable(inventory: Inventory, *, own_loss: bool = False) -> None:
+    """Raise UnsupportedModelError if Penstock cannot train the model.
+
+    `own_loss` is set if the caller brings a loss in place of the model's.
+    """
+    if reason := inventory.not_trainable or ("" if own_loss else inventory.own_loss):
+        raise UnsupportedModelError(f"{inventory.model}: {reason}")
 
 
 @contextlib.contextmanager

@@ -55,6 +55,12 @@ TOLERANCE = 1e-3
 ROUNDING = 1e-5
 """Differences this small, relative to the largest gradient of the model, are rounding."""
 
+LOSS_TOLERANCE = 1e-5
+"""Largest relative difference of two losses by rounding."""
+
+IGNORE_INDEX = -100
+"""The label of a token that does not count."""
+
 KNOWN_ARGUMENTS = ("position_ids", "position_embeddings", "attention_mask", "cache_position")
 """Arguments of layers that every step computes from positions."""
 
@@ -65,6 +71,9 @@ class Verdict:
 
     not_trainable: str = ""
     """Why Penstock cannot train the model; empty if it can."""
+
+    own_loss: str = ""
+    """Why the model's loss is not next-token cross-entropy; empty if it is."""
 
     own_attention: bool = False
     """Whether layers compute attention with their own code, one call for each document."""
@@ -92,6 +101,7 @@ def check_model(model: nn.Module, inventory: Inventory) -> Inventory:
         inventory,
         blocks=blocks,
         not_trainable=verdict.not_trainable or inventory.not_trainable,
+        own_loss=verdict.own_loss,
         mixes_documents=verdict.mixes_documents,
         own_attention=verdict.own_attention,
         plain_attention=inventory.plain_attention and not verdict.own_attention,
@@ -231,9 +241,34 @@ class _Check:
                 f"earlier ones"
             )
         return Verdict(
+            own_loss=self._own_loss(plain),
             own_attention=own_attention,
             mixes_documents=self._find_mixer(blocks, silent),
             unneeded=blocks.find_unneeded(self.ids, self.positions),
+        )
+
+    def _own_loss(self, plain: nn.Module) -> str:
+        """Return why the loss that the model computes is not the one that the engine computes."""
+        if _adds_router_loss(self.config):
+            return ""  # its gradients have been compared
+        labels = self.ids.clone()
+        labels[0, FIRST] = IGNORE_INDEX
+        try:
+            with torch.no_grad():
+                output: Any = plain(input_ids=self.ids, labels=labels, use_cache=False)
+        except Exception:  # it takes no labels, or others
+            return ""
+        loss = getattr(output, "loss", None)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            return ""
+        expected = nn.functional.cross_entropy(output.logits[0, :-1].float(), labels[0, 1:])
+        if abs(float(loss) - float(expected)) <= LOSS_TOLERANCE * float(expected):
+            return ""
+        return (
+            f"{self.model_class.__name__} does not return next-token cross-entropy as its loss: "
+            f"that of a small model is {float(loss):.6g}, and its cross-entropy is "
+            f"{float(expected):.6g}. Penstock would train with the latter. Set what the loss adds "
+            f"to 0 in the config, or use penstock.stream(model, ...), which trains with any loss"
         )
 
     def _find_mixer(self, blocks: _Blocks, silent: list[nn.Module]) -> str:
