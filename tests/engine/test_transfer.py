@@ -6,7 +6,6 @@ import itertools
 import sys
 import threading
 from collections import deque
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -123,12 +122,13 @@ def test_copies_of_modules_follow_a_mode_that_somebody_has_set(tmp_path: Path) -
 
 def test_steps_in_two_threads_leave_the_switch_interval_as_it_was() -> None:
     before = sys.getswitchinterval()
-    first, second = ExitStack(), ExitStack()
-    first.enter_context(_short_switch_interval)
-    second.enter_context(_short_switch_interval)
-    first.close()
+    first, second = object(), object()
+    _short_switch_interval.start(first)
+    _short_switch_interval.start(second)
+    _short_switch_interval.stop(first)
     assert sys.getswitchinterval() < before
-    second.close()
+    _short_switch_interval.stop(second)
+    _short_switch_interval.stop(second)  # as after Ctrl-C
 
     assert sys.getswitchinterval() == before
 

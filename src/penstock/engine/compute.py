@@ -22,9 +22,10 @@ from penstock.engine.loss import ChunkedLoss, GradientSink, TokenValues, count_t
 from penstock.engine.pending_update import make_segments
 from penstock.engine.step_state import SavedForward, StepState
 from penstock.engine.transfer import Mover
+from penstock.model.attention_replay import handle_no_attention
 from penstock.model.experts import Routing
 from penstock.model.split import MicroBatch, SplitModel
-from penstock.model.unneeded_outputs import skipping_unneeded
+from penstock.model.unneeded_outputs import skip_nothing, skipping_unneeded
 from penstock.optim.rules import draw_key
 from penstock.plan.lifetimes import BufferKey, BufferKind, SumPart
 from penstock.plan.placement_index import PlacementIndex
@@ -65,9 +66,16 @@ class Computer:
 
     def start(self, step: StepState) -> None:
         """Forget the previous step."""
+        self.leave_modes()
         self._weight_offsets.clear()
         self._memory.weights.dequantized.forget()
         self._memory.gradients.start_step(step.weight)
+
+    @staticmethod
+    def leave_modes() -> None:
+        """Let this thread compute as usual, also if Ctrl-C has ended a step between two calls."""
+        skip_nothing()
+        handle_no_attention()
 
     def note(self, step: StepState, at: int, op: Operation) -> None:
         """Note where another lane puts a block's weights.

@@ -28,14 +28,21 @@ class _Switch:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._users = 0
+        self._users: set[object] = set()
         self._before: tuple[bool, bool, bool, Any] = (False, False, True, None)
         self._refuses_products: bool | None = None  # None before it was tried
 
-    def acquire(self) -> None:
+    def acquire(self, user: object) -> None:
+        """Turn the switch on for a user.
+
+        Ctrl-C may end this or `release` anywhere. So a user is noted before and forgotten after
+        anything changes, and both may be repeated.
+        """
         with self._lock:
-            if self._users == 0:
+            if not self._users:
                 self._before = _settings()
+            if not self._users or user in self._users:
+                self._users.add(user)
                 # cuBLAS is deterministic if every stream has a workspace of fixed size. Torch
                 # allocates one for each, and this variable fixes the size.
                 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -47,13 +54,14 @@ class _Switch:
                     self._refuses_products = refuses_products()
                 if self._refuses_products:
                     _apply(True, True, False, True)
-            self._users += 1
+            self._users.add(user)
 
-    def release(self) -> None:
+    def release(self, user: object) -> None:
+        """Restore the switch if a user is the last one; do nothing if it is none."""
         with self._lock:
-            self._users -= 1
-            if self._users == 0:
+            if self._users == {user}:
                 _apply(*self._before)
+            self._users.discard(user)
 
 
 _switch = _Switch()
@@ -78,20 +86,30 @@ def refuses_products() -> bool:
 
 
 @contextlib.contextmanager
-def deterministic_kernels(enabled: bool) -> Iterator[None]:
-    """Make torch use only deterministic kernels inside the block; do nothing unless `enabled`."""
+def deterministic_kernels(enabled: bool, user: object = None) -> Iterator[None]:
+    """Make torch use only deterministic kernels inside the block; do nothing unless `enabled`.
+
+    A `user` may call `leave_deterministic_kernels` later, in case that Ctrl-C came at the end of
+    the block.
+    """
     if not enabled:
         yield
         return
-    _switch.acquire()
+    user = object() if user is None else user
     try:
+        _switch.acquire(user)
         yield
     except RuntimeError as error:
         if _REFUSAL in str(error):
             raise NotReproducibleError(str(error).split(_REFUSAL)[0].strip()) from error
         raise
     finally:
-        _switch.release()
+        _switch.release(user)
+
+
+def leave_deterministic_kernels(user: object) -> None:
+    """Restore torch's switch if `deterministic_kernels` has not done so for this user."""
+    _switch.release(user)
 
 
 def _settings() -> tuple[bool, bool, bool, Any]:

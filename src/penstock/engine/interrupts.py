@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)
 """Signals whose handlers, of Python or of the user, may raise an exception."""
+
+Handler = Callable[[int, FrameType | None], Any]
 
 
 @contextlib.contextmanager
@@ -24,7 +26,7 @@ def delayed_interrupts() -> Iterator[None]:
         yield
         return
     arrived: list[tuple[int, FrameType | None]] = []
-    previous: dict[int, Callable[[int, FrameType | None], Any]] = {}
+    previous: dict[int, Handler] = {}
 
     def note(number: int, frame: FrameType | None) -> None:
         arrived.append((number, frame))
@@ -37,7 +39,26 @@ def delayed_interrupts() -> Iterator[None]:
                 signal.signal(number, note)
         yield
     finally:
-        for each, handler in previous.items():
-            signal.signal(each, handler)
+        raised = _restore(previous, note)
         for each, frame in dict(arrived).items():
-            previous[each](each, frame)
+            try:
+                previous[each](each, frame)
+            except BaseException as error:  # the other signals have handlers as well
+                raised.append(error)
+        if raised:
+            raise raised[0]
+
+
+def _restore(previous: Mapping[int, Handler], note: Handler) -> list[BaseException]:
+    """Give all signals their handlers back, and return what these have raised meanwhile.
+
+    A handler may be called, and raise, as soon as it is back.
+    """
+    raised: list[BaseException] = []
+    while left := [number for number in previous if signal.getsignal(number) is note]:
+        try:
+            for number in left:
+                signal.signal(number, previous[number])
+        except BaseException as error:
+            raised.append(error)
+    return raised

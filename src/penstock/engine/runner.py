@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from penstock.engine.allocate import EngineMemory
 from penstock.engine.compute import Computer
-from penstock.engine.determinism import deterministic_kernels
+from penstock.engine.determinism import deterministic_kernels, leave_deterministic_kernels
 from penstock.engine.device import Device
 from penstock.engine.program import INSTANT
 from penstock.engine.rank_exchange import RankExchange
@@ -29,7 +29,7 @@ from penstock.engine.step_records import (
     record_step,
 )
 from penstock.engine.step_state import StepState
-from penstock.engine.ticket_board import StoppedError, TicketBoard
+from penstock.engine.ticket_board import RECHECK_SECONDS, StoppedError, TicketBoard
 from penstock.engine.transfer import Mover
 from penstock.plan.schedule import Operation, Verb
 
@@ -56,24 +56,28 @@ class LaneWork(NamedTuple):
 
 
 class _ShortSwitchInterval:
-    """Shortens Python's switch interval while any engine of the process makes a step."""
+    """Shortens Python's switch interval while any engine of the process makes a step.
+
+    Ctrl-C may end `start` or `stop` anywhere, so both may be repeated.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._steps, self._before = 0, 0.0
+        self._users: set[object] = set()
+        self._before = 0.0
 
-    def __enter__(self) -> None:
+    def start(self, user: object) -> None:
         with self._lock:
-            if self._steps == 0:
+            if not self._users:
                 self._before = sys.getswitchinterval()
-                sys.setswitchinterval(min(self._before, SWITCH_SECONDS))
-            self._steps += 1
+            self._users.add(user)
+            sys.setswitchinterval(min(self._before, SWITCH_SECONDS))
 
-    def __exit__(self, *_: object) -> None:
+    def stop(self, user: object) -> None:
         with self._lock:
-            self._steps -= 1
-            if self._steps == 0:
+            if self._users == {user}:
                 sys.setswitchinterval(self._before)
+            self._users.discard(user)
 
 
 _short_switch_interval = _ShortSwitchInterval()
@@ -106,12 +110,19 @@ class Runner:
     def run(self, step: StepState) -> None:
         """Carry out the step's program."""
         try:
-            with _short_switch_interval:
-                self._run(step)
+            _short_switch_interval.start(self)
+            self._run(step)
         finally:
-            # Even when a second Ctrl-C has ended all other waiting: a sweep writes to memory that
-            # the caller may release next.
-            self._mover.end_sweeps()
+            try:
+                # Even when a second Ctrl-C has ended all other waiting: a sweep writes to memory
+                # that the caller may release next.
+                self._mover.end_sweeps()
+            finally:
+                # `with` blocks inside have done all this, unless Ctrl-C came between the last line
+                # of one and its end.
+                self._computer.leave_modes()
+                leave_deterministic_kernels(self)
+                _short_switch_interval.stop(self)
 
     def _run(self, step: StepState) -> None:
         work = self._work(step)
@@ -124,11 +135,11 @@ class Runner:
         # clocks of host and device also agree at the origin (`Device.seconds_between`).
         device.synchronize()
         step.origin = device.record()
-        idle: list[threading.Event] = []
+        idle: list[Idle] = []
         try:
             for name, todo in work.items():
                 idle.append(self._lanes[name].start(todo, step.tickets))
-            with device.lane("compute"), deterministic_kernels(self._deterministic):
+            with device.lane("compute"), deterministic_kernels(self._deterministic, self):
                 self._compute(step)
         except BaseException as error:
             step.tickets.fail(error)  # which also ends the lanes
@@ -136,8 +147,8 @@ class Runner:
             # has come to new work has ended that of this step.
             idle = [lane.start(_NOTHING, step.tickets) for lane in self._lanes.values()]
         # First the threads, since a lane that is not idle may still issue work; then their work.
-        for event in idle:
-            self._wait_despite_interrupt(step, partial(_wait_for_event, event))
+        for lane in idle:
+            self._wait_despite_interrupt(step, lane.wait)
         self._settle(step)
         step.saved.clear()  # after a failure, backward has not used all of it
         if step.tickets.failed is not None:
@@ -250,6 +261,29 @@ class Runner:
         return f"{op.verb} of {self._block_names[op.block]}{roles}"
 
 
+class Idle:
+    """Says when a lane is idle again.
+
+    A `threading.Event` is Python code: Ctrl-C inside its `wait` may leave its lock to nobody, and
+    the lane would wait for that lock in `set` forever.
+    """
+
+    def __init__(self) -> None:
+        self._is_idle = False
+        self._wake = threading.Lock()
+        self._wake.acquire()
+
+    def set(self) -> None:
+        """Wake the thread that waits. Called once."""
+        self._is_idle = True
+        self._wake.release()
+
+    def wait(self) -> None:
+        """Block until the lane is idle. May be called again if it was interrupted."""
+        while not self._is_idle:
+            self._wake.acquire(timeout=RECHECK_SECONDS)  # not longer, so that Ctrl-C is handled
+
+
 class Lane:
     """One thread, asleep between steps, that carries out the operations of its lane in order.
 
@@ -259,15 +293,15 @@ class Lane:
     def __init__(self, name: str, device: Device) -> None:
         self.name = name
         self._device = device
-        self._steps: queue.SimpleQueue[tuple[LaneWork, TicketBoard, threading.Event] | None] = (
+        self._steps: queue.SimpleQueue[tuple[LaneWork, TicketBoard, Idle] | None] = (
             queue.SimpleQueue()
         )
         self._thread = threading.Thread(target=self._serve, name=f"penstock {name}", daemon=True)
         self._thread.start()
 
-    def start(self, work: LaneWork, tickets: TicketBoard) -> threading.Event:
-        """Start the work; the returned event is set when the thread is idle again."""
-        idle = threading.Event()
+    def start(self, work: LaneWork, tickets: TicketBoard) -> Idle:
+        """Start the work; what is returned says when the thread is idle again."""
+        idle = Idle()
         self._steps.put((work, tickets, idle))
         return idle
 
@@ -289,8 +323,3 @@ class Lane:
             except BaseException as error:
                 tickets.fail(error)  # `Runner.run` raises it in the caller's thread
             idle.set()
-
-
-def _wait_for_event(event: threading.Event) -> None:
-    while not event.wait(0.2):  # in slices, so that Ctrl-C is handled soon
-        pass

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
@@ -31,15 +31,27 @@ class _Current(threading.local):
 _current = _Current()
 
 
-@contextlib.contextmanager
-def handling_attention(handler: Handler) -> Iterator[None]:
+class _Handling:
+    # Not a generator, for the reason given in `penstock.model.unneeded_outputs`.
+    def __init__(self, handler: Handler) -> None:
+        self._handler = handler
+
+    def __enter__(self) -> None:
+        _current.handler = self._handler
+
+    def __exit__(self, *_: object) -> None:
+        if _current.handler is self._handler:  # not that of a later step
+            handle_no_attention()
+
+
+def handling_attention(handler: Handler) -> contextlib.AbstractContextManager[None]:
     """Let `handler` answer the attention calls that this thread makes inside the block."""
-    before = _current.handler
-    _current.handler = handler
-    try:
-        yield
-    finally:
-        _current.handler = before
+    return _Handling(handler)
+
+
+def handle_no_attention() -> None:
+    """Let this thread compute attention itself. A step calls this like `skip_nothing`."""
+    _current.handler = None
 
 
 def compute_or_replay(query: torch.Tensor, compute: Callable[[], Results]) -> Results:

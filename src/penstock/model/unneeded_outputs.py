@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -39,15 +39,28 @@ class _Current(threading.local):
 _current = _Current()
 
 
-@contextlib.contextmanager
-def skipping_unneeded() -> Iterator[None]:
+class _Skipping:
+    # Not a generator: one that Ctrl-C has left behind would end whenever its memory is freed, in
+    # the middle of a later step.
+    def __enter__(self) -> None:
+        _current.skips = True
+
+    def __exit__(self, *_: object) -> None:
+        skip_nothing()
+
+
+def skipping_unneeded() -> contextlib.AbstractContextManager[None]:
     """Skip, inside the block, what this thread computes only for the output of a layer."""
-    before = _current.skips
-    _current.skips = True
-    try:
-        yield
-    finally:
-        _current.skips = before
+    return _Skipping()
+
+
+def skip_nothing() -> None:
+    """Let this thread compute everything again.
+
+    Ctrl-C may come after the last line of a `with` block, and Python then leaves the block without
+    calling `__exit__`. So a step calls this as well, before it begins and when it has failed.
+    """
+    _current.skips = False
 
 
 # The operation.
