@@ -11,6 +11,7 @@ import torch
 
 from penstock.engine.device import CpuDevice
 from penstock.errors import NonFiniteMasterError, PlanError
+from penstock.plan.placement import SweepSide
 from penstock.plan.plan import Plan
 from penstock.roles import Role
 from tests.equivalence.runs import DRAM, HYBRID, Setup, Way, differing, follow, state_of, whole
@@ -129,13 +130,24 @@ def test_a_plan_that_the_gpu_cannot_sweep_is_refused(
     plan = setup.plan(Way("cpu", (spots,)), tmp_path)
 
     with pytest.raises(PlanError, match=words) as caught:
-        swept_on_gpu(plan, 1).check_model(setup.model)
+        swept_by("gpu", plan, 1).check_model(setup.model)
 
     assert caught.value.field == "placement.blocks[1].sweep"
 
 
-def swept_on_gpu(plan: Plan, block: int) -> Plan:
-    """Return a plan in which the GPU sweeps one block more."""
+@pytest.mark.parametrize("spots", ["dddd", "hhhh"])
+def test_a_plan_that_never_updates_a_trained_block_is_refused(spots: str, tmp_path: Path) -> None:
+    setup = Setup.of("llama", freeze=())
+    plan = setup.plan(Way("cpu", (spots,)), tmp_path)
+
+    with pytest.raises(PlanError, match=r"is none, but model\.layers\.0 is trained") as caught:
+        swept_by("none", plan, 1).check_model(setup.model)
+
+    assert caught.value.field == "placement.blocks[1].sweep"
+
+
+def swept_by(side: SweepSide, plan: Plan, block: int) -> Plan:
+    """Return a plan in which another processor sweeps one block."""
     blocks = list(plan.placement.blocks)
-    blocks[block] = replace(blocks[block], sweep="gpu")
+    blocks[block] = replace(blocks[block], sweep=side)
     return replace(plan, placement=replace(plan.placement, blocks=tuple(blocks)))

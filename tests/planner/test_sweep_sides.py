@@ -13,14 +13,18 @@ from penstock.machine.presets import preset
 from penstock.plan.budget import Budget, PathBudget
 from penstock.plan.buffers import STATES
 from penstock.plan.plan import Plan
+from penstock.plan.schedule import Verb
 from penstock.plan.workload import Workload
 from penstock.planner import QUICK, PlanResult, SearchEffort, make_plan
+from penstock.planner.cost.jobs import JobBuilder
 from penstock.planner.cost.rates import Rates
 from penstock.planner.plan_view import explain, plan_json, summary
 from penstock.planner.planner import least_budget, quick_step_seconds
 from penstock.records import from_json, to_json
+from penstock.roles import MOMENTS
 from penstock.tiers import Tier
 from penstock.units import GiB
+from tests.planner.test_kept_layers import MEMORY
 from tests.support.models import llama, work
 
 MODEL = llama("1b", 2048, 8192, 12, 2048, 512, 32000, False)
@@ -71,6 +75,42 @@ def test_the_gpu_sweeps_some_blocks_and_the_moments_of_all_are_updated_late() ->
     assert set(on_gpu(both.plan)) < set(late)
     others = planned(MACHINE, effort=QUICK), planned(fast)  # without the one, without the other
     assert both.cost.step_seconds < 0.97 * min(each.cost.step_seconds for each in others)
+
+
+def test_the_moments_of_every_block_take_the_cpu_equally_long() -> None:
+    """Whether the CPU has updated a block's weights before, or the GPU."""
+    machine = shared_at(300e9)
+    result = planned(machine, effort=QUICK)
+    plan, stored = result.plan, result.plan.workload.stored(MODEL)
+    rates = Rates.of(machine, "fp32", dtype="bf16", compiled=plan.workload.numerics.compiled)
+    schedule = result.cost.schedule
+    jobs = JobBuilder(stored, plan.workload, plan.placement, rates).jobs(schedule)
+    seconds = {
+        op.block: job.demands["sweep@0"] / stored.blocks[op.block].parameters(True)
+        for op, job in zip(schedule.operations, jobs, strict=True)
+        if op.verb is Verb.SWEEP and op.roles == MOMENTS
+    }
+
+    assert set(on_gpu(plan)) < set(seconds)
+    assert max(seconds.values()) < 1.01 * min(seconds.values())
+
+
+def test_allowing_late_moments_does_not_make_a_plan_slower() -> None:
+    """Without them, the GPU takes over more of these sweeps."""
+    drive = (PathBudget(path="/mnt/nvme", nbytes=100 * GiB),)
+    budget = Budget(hbm=int(4.5 * GiB), dram=6 * GiB, nvme=drive)
+    model = replace(MODEL, plain_attention=True)
+    workload: Workload = work(model, 2048, 4, moments="int8")
+    workload = replace(workload, numerics=replace(workload.numerics, attention="varlen"))
+    machine = shared_at(220e9)
+    seconds = [
+        make_plan(
+            model, workload, budget, machine, effort=effort, source=lambda *_: MEMORY
+        ).cost.step_seconds
+        for effort in (QUICK, ONE_PASS)
+    ]
+
+    assert seconds[0] <= seconds[1]
 
 
 def test_slow_formats_are_shared_even_if_memory_was_not_measured_with_copies() -> None:

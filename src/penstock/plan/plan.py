@@ -297,8 +297,12 @@ class Plan:
                 )
 
     def _check_sweep(self, spec: Block, number: int) -> None:
-        """Raise PlanError if the GPU cannot sweep a block that the plan lets it sweep."""
+        """Raise PlanError if nothing sweeps what is trained of a block, or the GPU cannot."""
         placed, where = self.placement.blocks[number], f"placement.blocks[{number}].sweep"
+        if placed.sweep == "none" and spec.flat_elements(True):
+            raise PlanError(
+                where, f"is none, but {spec.name} is trained: it must be cpu, or gpu in HBM"
+            )
         if not placed.streams_states:
             return
         trained = [home for home in placed.homes if home.role in TRAINED]

@@ -98,8 +98,22 @@ def search(
         found = next(iter(_search(evaluator, effort)), None)
     if found is None:
         return None
+    plain = _use_what_is_idle(evaluator, found, effort, exact=exact)
+    late = found
     if effort.late_moments:
-        found = update_moments_late(evaluator, found, exact=exact)
+        late = update_moments_late(evaluator, found, exact=exact)
+    if late is found:
+        return plain
+    late = _use_what_is_idle(evaluator, late, effort, exact=exact)
+    # Late moments make the step faster at first. With what is idle otherwise, steps without them
+    # may catch up: the GPU can take over sweeps of states whose moments then need no second pass.
+    return min(late, plain, key=evaluator.exact_score if exact else evaluator.score)
+
+
+def _use_what_is_idle(
+    evaluator: PlanEvaluator, found: Candidate, effort: SearchEffort, *, exact: bool
+) -> Candidate:
+    """Use HBM that is left, links and the GPU for less recomputation and shorter sweeps."""
     kept = keep_layers(evaluator, found, exact=exact)
     kept = save_attention(evaluator, kept, exact=exact)
     if effort.gpu_sweeps:

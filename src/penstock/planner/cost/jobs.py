@@ -226,7 +226,9 @@ class JobBuilder:
             return self._update_demands(operation, traffic)
         if operation.verb is Verb.SWEEP and operation.roles != TRAINED:
             return self._part_demands(operation, traffic)
-        on_gpu = self.placement.blocks[operation.block].sweep == "gpu"
+        at = self.placement.blocks[operation.block]
+        # The CPU updates the moments of blocks in host memory whose weights the GPU updates.
+        on_gpu = operation.gpu or (at.sweep == "gpu" and not at.streams_states)
         if operation.verb is Verb.SWEEP and on_gpu:
             return {"gpu": traffic.gpu_sweep_nbytes(operation) / self.rates.hbm}
         demands = Demands(self.rates, self.ranks)
