@@ -16,11 +16,11 @@ from penstock.engine.step_state import StepState
 from penstock.engine.ticket_board import TicketBoard
 from penstock.plan.schedule import COMPUTE, Verb
 from penstock.roles import Role
-from tests.equivalence.runs import HYBRID, INTERLEAVED, WAYS, Setup, Way
+from tests.equivalence.runs import HYBRID, INTERLEAVED, LATE, WAYS, Setup, Way
 
 MIXED = Way("two rounds of everything", ("nnnn", "dddd", "hhhh", "ddnn", "nddn"),
             {"rounds": 2, "piece": 4096})  # fmt: skip
-PLACEMENTS = (MIXED, WAYS[3], WAYS[8], HYBRID[2], INTERLEAVED)
+PLACEMENTS = (MIXED, WAYS[3], WAYS[8], HYBRID[2], LATE[3], LATE[6], INTERLEAVED)
 
 
 class Waits:

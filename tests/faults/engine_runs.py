@@ -14,11 +14,11 @@ from penstock.model.split import SplitModel
 from penstock.storage.errors import TransferError
 from penstock.storage.store import Store
 from penstock.storage.tickets import StoreTicket
-from tests.equivalence.runs import DRAM, INTERLEAVED, RESIDENT, WAYS, Setup, Way
+from tests.equivalence.runs import DRAM, INTERLEAVED, LATE, RESIDENT, WAYS, Setup, Way
 
 SMALL = Way("all on disk in small pieces", ("nnnn",), {"piece": 4096})
 MIXED = Way("weights on disk, states in DRAM", ("nddd", "dndd"), {"piece": 4096})
-PLACES = (RESIDENT, DRAM, SMALL, MIXED, INTERLEAVED, WAYS[8])
+PLACES = (RESIDENT, DRAM, SMALL, MIXED, INTERLEAVED, LATE[3], LATE[6], WAYS[8])
 
 
 class BrokenTicket:
