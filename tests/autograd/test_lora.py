@@ -97,6 +97,22 @@ def test_a_trainer_may_move_and_save_the_peft_model(tmp_path: Path) -> None:
     assert all(torch.equal(saved[name], tensor) for name, tensor in found.items())
 
 
+def test_the_state_dict_of_the_peft_model_has_its_names() -> None:
+    expected = adapted().state_dict()
+    model, _ = ps.stream(adapted(), **SMALL)
+    found, adapter = model.state_dict(), peft.get_peft_model_state_dict(model)
+    inner = model.base_model.model
+    gathered: dict[str, torch.Tensor] = {}
+    assert inner.state_dict(gathered, "prefix.") is gathered
+    assert {f"prefix.{name}" for name in inner.state_dict()} == gathered.keys()
+    model.close()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    wanted = peft.get_peft_model_state_dict(adapted())
+    assert adapter.keys() == wanted.keys()
+    assert all(torch.equal(adapter[name], wanted[name]) for name in wanted)
+
+
 def test_an_adapter_with_trained_copies_cannot_be_switched_off() -> None:
     base = plain_model(tiny_config("llama"), torch.float32)
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["embed_tokens"])

@@ -14,6 +14,7 @@ import transformers
 from torch.nn import functional
 
 import penstock as ps
+from penstock.engine.caller_passes import LiveForward
 from penstock.errors import BatchError, EngineError, SettingsError, UnsupportedModelError
 from tests.support.engines import plain_model, tiny_config
 
@@ -160,6 +161,80 @@ def test_what_a_gradient_cannot_do_is_refused() -> None:
         z_loss(model, padded_batch(1)).backward()
 
 
+def test_hooks_on_gradients_run_where_autograd_computes_them_and_are_refused_elsewhere() -> None:
+    def zero(gradient: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(gradient)
+
+    model, _ = streamed()
+    with model:
+        model.lm_head.weight.register_hook(zero)
+        for refused in (
+            model.model.embed_tokens.weight.register_hook,
+            model.model.norm.weight.register_post_accumulate_grad_hook,
+            model.model.layers[0].mlp.up_proj.weight.register_post_accumulate_grad_hook,
+        ):
+            with pytest.raises(EngineError, match="would not run as in torch"):
+                refused(zero)
+        z_loss(model, padded_batch(0)).backward()
+        assert float(model.lm_head.weight.grad.norm()) == 0
+        assert float(model.model.norm.weight.grad.norm()) > 0
+
+
+def test_hooks_on_a_tied_table_are_refused() -> None:
+    config = tiny_config("llama", tie_word_embeddings=True)
+    model, _ = ps.stream(plain_model(config, torch.float32), **SMALL)
+    with model, pytest.raises(EngineError, match="would not run as in torch"):
+        model.lm_head.weight.register_hook(print)
+
+
+def test_parameters_that_are_frozen_or_unfrozen_later_are_refused_by_the_step() -> None:
+    plain = plain_model(tiny_config("llama"), torch.float32)
+    plain.model.norm.requires_grad_(False)
+    model, optimizer = ps.stream(plain, **SMALL)
+    with model:
+        z_loss(model, padded_batch(0)).backward()
+        for module in (model.model.layers[0], model.model.norm, model.lm_head):
+            before = [p.requires_grad for p in module.parameters()]
+            module.requires_grad_(not before[0])
+            with pytest.raises(EngineError, match="decides what is trained"):
+                optimizer.step()
+            module.requires_grad_(before[0])
+        optimizer.step()
+        assert model.engine.steps == 1
+
+
+def test_changes_of_values_are_refused() -> None:
+    model, optimizer = streamed()
+    with model:
+        train_a_step(model, optimizer, 0)
+        train_a_step(model, optimizer, 1)
+        for weight in (model.model.layers[0].mlp.up_proj.weight, model.model.norm.weight):
+            with pytest.raises(EngineError, match="load_state_dict"):
+                weight.data = torch.zeros(weight.shape)
+        with torch.no_grad():
+            model.lm_head.weight.mul_(0.9)
+        with pytest.raises(EngineError, match=r"lm_head\.weight cannot be set or changed in place"):
+            train_a_step(model, optimizer, 2)
+
+
+def test_parameters_of_other_modules_need_an_optimizer_of_their_own() -> None:
+    model, optimizer = streamed()
+    with model:
+        with pytest.raises(EngineError, match="Use a second optimizer"):
+            optimizer.add_param_group({"params": torch.nn.Linear(32, 1).parameters()})
+        z_loss(model, padded_batch(0)).backward()
+        optimizer.step()
+    model = plain_model(tiny_config("llama"), torch.float32)
+    before = model.lm_head.weight.detach().clone()
+
+    def with_others(named: Any) -> list[dict[str, Any]]:
+        return [*one_group(named), {"params": torch.zeros(3, requires_grad=True)}]
+
+    with pytest.raises(EngineError, match=r"shape \(3,\) is not a trained parameter"):
+        ps.stream(model, **SMALL, param_groups=with_others)
+    assert torch.equal(model.lm_head.weight, before)
+
+
 def test_parameters_have_names_shapes_and_a_device() -> None:
     plain = plain_model(tiny_config("llama"), torch.float32)
     shapes = {n: (p.shape, p.dtype, p.requires_grad) for n, p in plain.named_parameters()}
@@ -268,6 +343,7 @@ def test_a_second_backward_and_one_after_the_step_are_refused() -> None:
         (lambda m: m.model.layers[0](torch.zeros(1, 2, 32)), r"engine\.state"),
         (lambda m: m.engine.step({}), "loss you compute"),
         (lambda m: m.push_to_hub("x"), "save_pretrained"),
+        (lambda m: ps.stream(m, **SMALL), "is streamed already"),
     ],
 )
 def test_what_a_streamed_model_cannot_do_is_refused(call: Any, problem: str) -> None:
@@ -314,6 +390,42 @@ def test_a_state_dict_replaces_the_weights() -> None:
         with torch.no_grad():
             assert not torch.allclose(model(**batch).logits, logits, atol=1e-3)
     assert all(torch.equal(found[name], weights[name]) for name in weights)
+
+
+def train_a_step(model: Any, optimizer: Any, step: int) -> None:
+    z_loss(model, padded_batch(step)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_loading_the_present_weights_changes_no_bit_of_the_run(dtype: str) -> None:
+    found = []
+    for loads in (False, True):
+        model, optimizer = streamed(dtype=dtype)
+        with model:
+            train_a_step(model, optimizer, 0)
+            if loads:
+                model.load_state_dict(model.state_dict())
+            train_a_step(model, optimizer, 1)
+            state = model.engine.state
+            found.append({(name, key): t for name in state for key, t in state[name].items()})
+    assert all(torch.equal(found[0][key], value) for key, value in found[1].items())
+
+
+def test_loading_other_weights_keeps_moments_and_the_step_as_torch_does() -> None:
+    plain = plain_model(tiny_config("llama"), torch.float32)
+    torch_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, weight_decay=0.01)
+    model, optimizer = streamed()
+    with model:
+        for one, updates in ((model, optimizer), (plain, torch_optimizer)):
+            first = {name: tensor.clone() for name, tensor in one.state_dict().items()}
+            train_a_step(one, updates, 0)
+            one.load_state_dict(first)
+            train_a_step(one, updates, 1)
+        found = model.state_dict()
+    expected = plain.state_dict()
+    assert max(float((found[n] - expected[n]).abs().max()) for n in expected) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["model.embed_tokens", "model.layers.1.mlp"])
@@ -408,3 +520,10 @@ def test_several_processes_are_refused_before_the_model_is_touched(
         SettingsError, match=r"world_size: is 2, but penstock\.stream trains in one"
     ):
         ps.stream(object(), tokens=64)  # type: ignore[arg-type]
+
+
+def test_torch_compile_does_not_trace_the_engine() -> None:
+    model, _ = streamed()
+    with model:
+        assert model.model.forward._torchdynamo_disable
+    LiveForward.__new__(LiveForward).__del__()  # such objects exist where it traces code

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+from penstock.autograd.default_positions import Positions
 from penstock.autograd.model_masks import Spans, find_spans, tokens_of
 from penstock.engine.batches import INTEGERS, check_tokens, refuse
 from penstock.errors import BatchError, UnsupportedModelError
@@ -33,11 +34,12 @@ FALSE = ("use_cache", "output_attentions", "output_hidden_states", "output_route
 def split_inputs(
     given: Mapping[str, Any], workload: Workload, inventory: Inventory, device: torch.device,
     features: Features | None = None, axes: int = 1,
+    positions_of: Callable[[], Positions] | None = None,
 ) -> list[MicroBatch]:  # fmt: skip
     """Check the arguments of a forward pass, and split its rows into micro-batches.
 
     `features` take the place of tokens that stand for images. `axes` is the number of positions of
-    each token.
+    each token. `positions_of` finds out how the model makes positions for padding on the left.
 
     Rows may be of any length and number, as long as they fit in the micro-batches of the plan.
     Padding on either side is hidden from the tokens, as an attention mask hides it in transformers.
@@ -66,6 +68,8 @@ def split_inputs(
             f"documents: {inventory.mixes_documents} would carry information from one part of a "
             f"row to the next. Pad on the right"
         )
+    if starts is not None and given.get("position_ids") is None and positions_of is not None:
+        positions = positions_of()(_mask(mask, ids))
     window = next((layer.window for layer in inventory.layers if layer.window is not None), None)
     spans = find_spans(masks, bounds, window, inventory.model)
     if inventory.own_attention and (features is not None or spans is not None):
@@ -153,7 +157,7 @@ def _integers(given: Mapping[str, Any], name: str) -> torch.Tensor:
 def _positions(
     given: Mapping[str, Any], ids: torch.Tensor, inventory: Inventory, axes: int
 ) -> torch.Tensor:
-    """Return a position for each token; by default they count from 0, padding included.
+    """Return a position for each token; by default they count all tokens of a row from 0.
 
     Models with images may have several positions for each token: `[axes, rows, tokens]`.
     """

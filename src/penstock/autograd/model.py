@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from penstock.autograd.default_positions import Positions, find_positions
 from penstock.autograd.inputs import split_inputs
 from penstock.autograd.layers_function import run_layers
 from penstock.autograd.module_modes import ModuleModes
@@ -29,15 +30,17 @@ from penstock.autograd.parameters import Gradients, HeadParameter, StreamedParam
 from penstock.autograd.peft_wrapper import PeftWrapper
 from penstock.autograd.towers import Towers
 from penstock.engine.engine import Engine
-from penstock.engine.initial_weights import set_weights
 from penstock.engine.restore import check_host_memory
 from penstock.errors import EngineError, UnsupportedModelError
 from penstock.model.attention import DOCUMENTS, using_attention
 from penstock.model.document_attention import register_document_attention
+from penstock.model.inventory import TensorSpec
 from penstock.model.layer_probe import LayerProbes
 from penstock.model.meta_model import on_meta
 from penstock.model.split import find_holders
+from penstock.optim import formats
 from penstock.plan.plan import Plan
+from penstock.roles import Role
 
 HOOKS = (
     "register_forward_hook",
@@ -106,16 +109,26 @@ class StreamedModel:
             raise EngineError("save the model first, then upload the folder to the Hub")
         _replace_model(Path(save_directory), functools.partial(self.engine.write, optimizer=False))
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
-        """Return a copy of all weights in host memory; EngineError if that is too small."""
-        if args or kwargs.get("prefix") or kwargs.get("destination") is not None:
-            raise EngineError("state_dict of a streamed model takes no arguments")
-        return self._stream.copy_weights()
+    def state_dict(
+        self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """Return a copy of all weights in host memory; EngineError if that is too small.
+
+        As in torch, they are added to `destination` if a module around the model passes one.
+        `keep_vars` is ignored: the weights of the engine cannot be returned without a copy.
+        """
+        found = OrderedDict() if destination is None else destination
+        found.update({prefix + name: t for name, t in self._stream.copy_weights().items()})
+        return found
 
     def load_state_dict(
         self, state_dict: Mapping[str, torch.Tensor], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Replace all weights. Moments of the optimizer are set to zero."""
+        """Replace all weights; the optimizer states stay as they are, as in torch.
+
+        Weights of the model's type that do not change keep their master weights in fp32, so that
+        loading `state_dict()` changes nothing.
+        """
         return self._stream.load_weights(state_dict, strict=strict)
 
     def push_to_hub(self, *_: Any, **__: Any) -> NoReturn:
@@ -242,6 +255,7 @@ class _Stream:
         self._configs = [c for m in model.modules() if (c := getattr(m, "config", None))]
         self._embedding_only = self._make_placeholders()
         register_document_attention()
+        self._positions_of: Positions | None = None
         self._former_buffers: list[tuple[nn.Module, str, torch.Tensor]] = []
         self._connect()
         self._closed = False
@@ -324,7 +338,8 @@ class _Stream:
         def forward(*args: Any, **kwargs: Any) -> Any:
             return self.forward(*args, **kwargs)
 
-        vars(base)["forward"] = forward
+        # torch.compile must not trace the engine: the model's own code around the layers is enough.
+        vars(base)["forward"] = torch.compiler.disable(forward)  # type: ignore[no-untyped-call]
         self._move_buffers(base)
         for name, module in self._streamed_modules():
             refuse = functools.partial(_refuse_hook, name)
@@ -392,10 +407,28 @@ class _Stream:
         if self._towers is not None:
             given, features = self._towers.find_inputs(given)
             axes = self._towers.position_axes
-        device = engine.device.torch_device
-        micros = split_inputs(given, engine.workload, engine.inventory, device, features, axes)
-        hidden = run_layers(engine, micros, self._modes.current(), training=self.model.training)
+        device, modes = engine.device.torch_device, self._modes.current()
+        positions_of = self._find_positions if self._towers is None else None
+        micros = split_inputs(
+            given, engine.workload, engine.inventory, device, features, axes, positions_of
+        )
+        hidden = run_layers(engine, micros, modes, training=self.model.training)
         return self._after_layers(hidden)
+
+    def _find_positions(self) -> Positions:
+        """Return how the model itself makes positions for rows with padding on the left."""
+        if self._positions_of is None:
+            base, probes = self._probes.base, self._probes
+            streaming = vars(base).pop("forward")  # the probes call the model's own
+            try:
+                with self._without_embedding(), probes.head_installed():
+                    self._positions_of = find_positions(
+                        probes.enter, self.engine.inventory.model, self.engine.device.torch_device
+                    )
+            finally:
+                vars(base)["forward"] = streaming
+                probes.clear()
+        return self._positions_of
 
     def _after_layers(self, hidden: torch.Tensor) -> Any:
         """Let the model's own code compute what follows its last layer, such as a norm."""
@@ -482,7 +515,7 @@ class _Stream:
         if strict and unexpected:
             raise EngineError(f"the state dict has {unexpected[0]}, which the model does not have")
         self.gradients.clear()
-        self.engine.replace_weights(lambda e: set_weights(e.access, e.inventory, found))
+        self.engine.replace_weights(lambda engine: _write_weights(engine, found))
         with torch.no_grad():
             for name, tensor in self._outside.items():
                 if name in state:
@@ -494,6 +527,35 @@ class _Stream:
 def connect(model: nn.Module, engine: Engine, towers: Towers | None = None) -> _Stream:
     """Make a caller's model, whose parameters have no memory, a streamed model."""
     return _Stream(model, engine, towers)
+
+
+def _write_weights(engine: Engine, given: Mapping[str, torch.Tensor]) -> None:
+    """Write weights and master weights into the tiers, block by block; moments stay."""
+    for index, block in enumerate(engine.inventory.blocks):
+        masters = {t.name: _master_weight(engine, t, given[t.name]) for t in block.tensors}
+        _write_block(engine, index, masters)
+
+
+def _write_block(engine: Engine, index: int, masters: Mapping[str, torch.Tensor]) -> None:
+    access = engine.access
+
+    def parts(tensor: TensorSpec, low: int, high: int) -> tuple[torch.Tensor, Any]:
+        values = masters[tensor.name].reshape(-1)[low:high].float()
+        return formats.store_master(values, access.weight_dtype)
+
+    access.fill(index, Role.WEIGHT, lambda tensor, low, high: parts(tensor, low, high)[0])
+    if access.formats.has(Role.MASTER) and engine.inventory.blocks[index].parameters(True):
+        access.fill(index, Role.MASTER, lambda tensor, low, high: parts(tensor, low, high)[1])
+
+
+def _master_weight(engine: Engine, tensor: TensorSpec, given: torch.Tensor) -> torch.Tensor:
+    """Return the master weight of a tensor that is to have the given values."""
+    given = given.to("cpu")
+    if not tensor.trainable or given.dtype == torch.float32:
+        return given
+    known = engine.state.weight(tensor.name, given.dtype)
+    # A weight in 16 bits that is already there has more bits in its master weight.
+    return torch.where(given == known, engine.state.weight(tensor.name, torch.float32), given)
 
 
 def _reshaped(out: Any, rows: int, length: int) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.autograd.parameters import Gradients
+from penstock.autograd.parameters import CHANGED, Gradients
 from penstock.engine.engine import Engine
 from penstock.engine.initial_weights import set_weights
 from penstock.engine.optimizer import Grouping, StreamedOptimizer
@@ -27,10 +27,13 @@ class StreamedModelOptimizer(StreamedOptimizer):
 
     def __init__(
         self, engine: Engine, gradients: Gradients, settings: Mapping[str, Any],
-        grouping: Grouping, named: Mapping[str, nn.Parameter],
+        grouping: Grouping, parameters: Mapping[str, nn.Parameter],
     ) -> None:  # fmt: skip
+        named = {name: p for name, p in parameters.items() if p.requires_grad}
         super().__init__(engine, settings, grouping, named)
-        self._streamed, self._gradients = engine, gradients
+        self._streamed, self._gradients, self._parameters = engine, gradients, parameters
+        self._trained = named.keys()
+        self._versions = {name: parameter._version for name, parameter in parameters.items()}
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Apply the gradients of all backward passes since the last step.
@@ -42,11 +45,30 @@ class StreamedModelOptimizer(StreamedOptimizer):
         else:
             with torch.enable_grad():
                 loss = closure()
+        self._check_parameters()
         scales = dict(self._gradients.scales)
         self._gradients.scales.clear()
         self._streamed.apply(scales)
         self._streamed.clear_gradients()
         return loss
+
+    def _check_parameters(self) -> None:
+        """Raise EngineError if parameters were frozen, unfrozen or changed by the caller.
+
+        Freezing is not refused earlier: PEFT freezes an adapter while it is switched off.
+        """
+        for name, parameter in self._parameters.items():
+            # The engine writes the weights of the head through another tensor.
+            if parameter._version != self._versions[name]:
+                raise EngineError(CHANGED.format(name=name))
+            if parameter.requires_grad != (name in self._trained):
+                raise EngineError(
+                    f"{name}.requires_grad was set to {parameter.requires_grad} after "
+                    f"penstock.stream, which decides what is trained. Set it back, or close the "
+                    f"model, freeze or unfreeze its parameters, and stream it again. To leave "
+                    f"parameters as they are for some steps, set lr=0 and weight_decay=0 in their "
+                    f"parameter group"
+                )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients that were computed."""

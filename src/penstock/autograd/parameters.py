@@ -37,6 +37,19 @@ GRADIENT = (
     "max_norm) does; optimizer.step() and optimizer.zero_grad() use it up"
 )
 
+CHANGED = (
+    "the values of {name} cannot be set or changed in place, because the engine has its own copy. "
+    "Use model.load_state_dict(state), which replaces all weights"
+)
+
+_DATA: Any = torch.Tensor.data
+
+HOOK = (
+    "a hook on the gradient of {name} would not run as in torch: the engine computes and sums the "
+    "gradients of a streamed model. Multiply p.grad by a number after backward(), freeze "
+    "parameters before penstock.stream, or set other learning rates with param_groups"
+)
+
 
 class Gradients:
     """The gradients of a streamed model, by the names of parameters."""
@@ -108,6 +121,17 @@ class StreamedParameter(torch.Tensor):
     def grad(self, value: torch.Tensor | None) -> None:
         _refuse_gradient(self._name, self.grad, value)
 
+    def _refuse_data(self, _: Any) -> NoReturn:
+        raise EngineError(CHANGED.format(name=self._name))
+
+    data = property(_DATA.__get__, _refuse_data)
+
+    def register_hook(self, hook: Any) -> NoReturn:
+        raise EngineError(HOOK.format(name=self._name))
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> NoReturn:
+        raise EngineError(HOOK.format(name=self._name))
+
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -136,7 +160,7 @@ class HeadParameter(nn.Parameter):
         made = cls(values.data, requires_grad=values.requires_grad)
         made._name, made._gradients = name, gradients
         if made.requires_grad:
-            made.register_post_accumulate_grad_hook(_give_to_engine)  # type: ignore[no-untyped-call]
+            torch.Tensor.register_post_accumulate_grad_hook(made, _give_to_engine)  # type: ignore[no-untyped-call]
         return made
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
@@ -149,6 +173,21 @@ class HeadParameter(nn.Parameter):
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         _refuse_gradient(self._name, self.grad, value)
+
+    def _refuse_data(self, _: Any) -> NoReturn:
+        raise EngineError(CHANGED.format(name=self._name))
+
+    data = property(_DATA.__get__, _refuse_data)
+
+    def register_hook(self, hook: Any) -> Any:
+        embedding = self._gradients.engine.inventory.blocks[0].tensors
+        if any(tensor.name == self._name for tensor in embedding):
+            # The engine adds the other part of a tied table's gradient.
+            raise EngineError(HOOK.format(name=self._name))
+        return super().register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> NoReturn:
+        raise EngineError(HOOK.format(name=self._name))
 
 
 def _give_to_engine(parameter: Any) -> None:

@@ -111,9 +111,10 @@ def stream(
         connected = connect(_callers_model(streamed, config, engine, towers), engine, towers)
         if hasattr(model, "add_adapter") and hasattr(model, "active_peft_config"):
             connected.wrapper = PeftWrapper(model, connected.model, engine)
-        named = {n: p for n, p in connected.parameters.items() if p.requires_grad}
         settings, grouping = engine.settings.optimizer, engine.settings.grouping
-        made = StreamedModelOptimizer(engine, connected.gradients, settings, grouping, named)
+        made = StreamedModelOptimizer(
+            engine, connected.gradients, settings, grouping, connected.parameters
+        )
         engine.optimizer = made
         engine.replace_weights(lambda _: None)  # fetch the head's
     except BaseException:

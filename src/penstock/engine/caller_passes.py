@@ -49,6 +49,8 @@ UPDATED = (
 class LiveForward:
     """A forward pass whose block inputs are kept for its backward pass."""
 
+    _held = False  # of an object without __init__, which torch.compile makes when it traces code
+
     def __init__(
         self, slot: int, micros: Sequence[MicroBatch], batch_number: int, version: int, *,
         training: bool, release: Callable[[int], None],

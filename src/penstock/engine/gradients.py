@@ -61,7 +61,9 @@ def differentiate(
     wanted = {name: p for name, p in parameters.items() if p.requires_grad}
     inputs = [*([] if source is None else [source]), *wanted.values()]
     outputs = [out] if isinstance(out, torch.Tensor) else []
-    if outputs and not outputs[0].requires_grad:
+    # A frozen embedding has no inputs here. Its output needs a gradient all the same if a hook
+    # asks for it, as that of `enable_input_require_grads` does.
+    if not inputs or (outputs and not outputs[0].requires_grad):
         return
     # autograd.grad, not backward: AccumulateGrad nodes are bound to the stream on which they were
     # created, and compiled code creates them on another.

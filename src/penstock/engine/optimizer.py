@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from penstock.engine.state_view import StateView
-from penstock.errors import SettingsError, SweepInputError
+from penstock.errors import EngineError, SettingsError, SweepInputError
 from penstock.model.inventory import Inventory, is_muon_matrix
 from penstock.optim import rules
 from penstock.optim.rules import Coefficients, RuleName
@@ -104,6 +104,19 @@ class StreamedOptimizer(torch.optim.Optimizer):
             if not stored:
                 has, hint = "no memory", "set one for the whole run, and 0 in groups without it"
             raise SettingsError("momentum", f"is {largest}, but the plan has {has} for it; {hint}")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of the model's parameters; EngineError for parameters of other modules."""
+        super().add_param_group(param_group)  # it also makes a list of what may be an iterator
+        foreign = [p for p in self.param_groups[-1]["params"] if id(p) not in self._names]
+        if foreign:
+            self.param_groups.pop()
+            raise EngineError(
+                f"a tensor of shape {tuple(foreign[0].shape)} is not a trained parameter of the "
+                f"model that this optimizer updates. Use a second optimizer for your own modules, "
+                f"such as torch.optim.AdamW(module.parameters()), and call step() and zero_grad() "
+                f"of both"
+            )
 
     def name_of(self, parameter: torch.Tensor) -> str:
         return self._names[id(parameter)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from torch import nn
 from penstock.errors import EngineError, UnsupportedModelError
 from penstock.model.adapters import without_wrapper
 from penstock.model.attention import DOCUMENTS, set_attention
+from penstock.model.copy_check import check_functions
 from penstock.model.meta_model import check_own_attention, move_buffers, on_meta
 from penstock.model.rotary import choose_frequencies_by_document
 from penstock.model.split import find_holders
@@ -24,8 +25,88 @@ from penstock.model.split import find_holders
 GUARDED = ("forward", "generate", "save_pretrained", "push_to_hub", "state_dict", "load_state_dict")
 """Methods that need the weights. Without memory, the last two would silently do nothing."""
 
+NO_HOOKS = (
+    "Penstock computes gradients block by block and calls no hooks of parameters. Remove the hook. "
+    "To leave a parameter as it is, freeze it with requires_grad_(False); for other learning rates "
+    "or weight decay, use parameter groups; to change the loss, compute it yourself with "
+    "penstock.stream"
+)
+
 ReadWeight = Callable[[str, torch.dtype], torch.Tensor]
 """Returns a tensor by name, in host memory and in the given type."""
+
+
+_REQUIRES_GRAD: Any = torch.Tensor.requires_grad
+
+
+class WithheldParameter(torch.Tensor):
+    """Stands for a parameter whose values an engine has.
+
+    It has the shape, type and other properties of a parameter on the meta device. Operations on
+    such a parameter would silently do nothing; here they raise an EngineError.
+    """
+
+    _name: str
+    _reason: str
+
+    @staticmethod
+    def __new__(cls, like: torch.Tensor, name: str, reason: str) -> Self:
+        made: Any = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, dtype=like.dtype, device=torch.device("meta"),
+            requires_grad=like.requires_grad,
+        )  # fmt: skip
+        made._name, made._reason = name, reason
+        made._is_param = True  # so that isinstance(..., nn.Parameter) is true
+        return made  # type: ignore[no-any-return]
+
+    def __init__(self, *_: Any) -> None:
+        super().__init__()
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"WithheldParameter(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise EngineError(f"{self._name} cannot be used: {self._reason}")
+
+    def _refuse_gradient(self, *_: Any) -> NoReturn:
+        raise EngineError(f"{self._name}.grad cannot be used: {self._reason}")
+
+    def _refuse_hook(self, *_: Any) -> NoReturn:
+        raise EngineError(f"a hook on {self._name} would not run: {self._reason}")
+
+    __deepcopy__ = __reduce_ex__ = _refuse
+    register_hook = register_post_accumulate_grad_hook = _refuse_hook
+    data = property(lambda self: self.detach(), _refuse)
+    grad = property(_refuse_gradient, _refuse_gradient)
+
+    @property
+    def requires_grad(self) -> bool:
+        return bool(_REQUIRES_GRAD.__get__(self))
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        if value != self.requires_grad:
+            raise EngineError(
+                f"{self._name}.requires_grad cannot be set to {value} now: this decides what is "
+                f"trained, so freeze or unfreeze parameters before training. {self._reason}"
+            )
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        self.requires_grad = requires_grad
+        return self
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        leaves = torch.utils._pytree.tree_leaves((args, kwargs or {}))
+        mine = next(each for each in leaves if isinstance(each, cls))
+        if func is not torch.ops.aten.detach.default:  # of which the shape may be asked
+            mine._refuse()
+        shape = torch.empty(mine.shape, dtype=mine.dtype, device="meta")
+        return cls(shape, mine._name, mine._reason)
 
 
 class LiveModel:
@@ -44,6 +125,25 @@ class LiveModel:
             for name, parameter in self.weights.items()
         }
         self._guarded: list[tuple[nn.Module, dict[str, Any]]] = []
+        self._check_owner()
+        self._check_hooks()
+        check_functions(model, self.owned)
+
+    def _check_owner(self) -> None:
+        """Raise UnsupportedModelError for a model of penstock.stream."""
+        if "_stream" in vars(self.model):
+            raise UnsupportedModelError(
+                f"this {type(self.model).__name__} is streamed already, and its weights are in its "
+                f"engine. Call model.close() first, which gives it the weights, or load another "
+                f"model"
+            )
+
+    def _check_hooks(self) -> None:
+        """Raise UnsupportedModelError if a trained parameter has hooks."""
+        for name, parameter in self.weights.items():
+            hooks = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+            if parameter.requires_grad and any(hooks):
+                raise UnsupportedModelError(f"{name} has a hook on its gradient; {NO_HOOKS}")
 
     @property
     def nbytes(self) -> int:
@@ -120,18 +220,28 @@ class LiveModel:
                 self._set(name, nn.Parameter(parameter.detach().to(device), requires_grad=trained))
 
     def guard(self, message: str) -> None:
-        """Let every method that needs weights raise an EngineError with this message."""
+        """Let all that needs weights raise an EngineError with this message.
+
+        That is methods, and operations on parameters without memory.
+        """
         self.unguard()
+        refusal = f"this {type(self.model).__name__} {message}"
 
         def refuse(*_: Any, **__: Any) -> NoReturn:
-            raise EngineError(f"this {type(self.model).__name__} {message}")
+            raise EngineError(refusal)
 
         outer = (self.owned, getattr(self.owned, "base_model", self.owned))
         base = getattr(self.model, "base_model", self.model)
         for module in {id(m): m for m in (*outer, self.model, base)}.values():
-            own = {name: vars(module)[name] for name in GUARDED if name in vars(module)}
+            own = {n: vars(module)[n] for n in (*GUARDED, "zero_grad") if n in vars(module)}
             self._guarded.append((module, own))
             vars(module).update({name: refuse for name in GUARDED if hasattr(module, name)})
+            vars(module)["zero_grad"] = _do_nothing  # trainers call it; there are no gradients
+        for name in self._holders:
+            parameter = self._parameter(name)
+            if parameter.is_meta:
+                stand_in: Any = WithheldParameter(parameter, name, refusal)
+                self._set(name, stand_in)
 
     def check_memory(self) -> None:
         """Raise UnsupportedModelError if the model's weights are not in it."""
@@ -144,12 +254,17 @@ class LiveModel:
             )
 
     def unguard(self) -> None:
-        """Give the owner's model its methods back."""
+        """Give the owner's model its methods back, and allow operations on its parameters."""
         for module, own in self._guarded:
-            for name in GUARDED:
+            for name in (*GUARDED, "zero_grad"):
                 vars(module).pop(name, None)
             vars(module).update(own)
         self._guarded = []
+        for name in self._holders:
+            held = self._parameter(name)
+            if isinstance(held, WithheldParameter):
+                empty = torch.empty(held.shape, dtype=held.dtype, device="meta")
+                self._set(name, nn.Parameter(empty, requires_grad=held.requires_grad))
 
     def _parameter(self, name: str) -> nn.Parameter:
         module, leaf = self._holders[name][0]
@@ -160,3 +275,7 @@ class LiveModel:
     def _set(self, name: str, parameter: nn.Parameter) -> None:
         for module, leaf in self._holders[name]:
             module._parameters[leaf] = parameter
+
+
+def _do_nothing(*_: Any, **__: Any) -> None:
+    pass
