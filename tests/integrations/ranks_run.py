@@ -1,7 +1,8 @@
 """A script that trains with a trainer, for torchrun: `python -m tests.integrations.ranks_run`.
 
 Arguments are the output directory and a JSON object: `args` are training arguments, `penstock`
-budgets, `model` a family and changes of its config. It trains, evaluates and saves the model.
+budgets, `model` changes of the config of a `family`. With `iterable`, the data for evaluation have
+no length. It trains, evaluates and saves the model.
 """
 
 from __future__ import annotations
@@ -89,6 +90,16 @@ def make_sft_trainer(out: Path, options: dict[str, Any]) -> Any:
     )  # fmt: skip
 
 
+class Stream(torch.utils.data.IterableDataset[Any]):
+    """Examples without a length."""
+
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Any:
+        return iter(self.rows)
+
+
 def make_trainer(out: Path, options: dict[str, Any]) -> Any:
     """Return the trainer that the options describe."""
     if options.get("sft"):
@@ -100,8 +111,9 @@ def make_trainer(out: Path, options: dict[str, Any]) -> Any:
     rows = examples(options.get("examples", 41))
     if options.get("sharded"):
         rows = rows[args.process_index :: args.world_size]
+    held_out: Any = examples(11, seed=2)
     return PenstockTrainer(
-        model, args, pad, rows, examples(11, seed=2),
+        model, args, pad, rows, Stream(held_out) if options.get("iterable") else held_out,
         penstock=replace(SMALL, **options.get("penstock", {})),
         compute_metrics=accuracy if options.get("metrics") else None,
     )  # fmt: skip

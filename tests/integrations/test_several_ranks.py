@@ -123,6 +123,18 @@ def test_two_processes_train_as_one(torchrun: bool, tmp_path: Path) -> None:
     assert not list((tmp_path / "two").glob(".*"))
 
 
+def test_processes_evaluate_an_iterable_dataset_as_one_evaluates_a_list(tmp_path: Path) -> None:
+    """Its last batch is not full."""
+    options: dict[str, Any] = {"args": {"max_steps": 1}, "metrics": True}
+    (one,) = run(1, tmp_path / "one", options_for(1, **options))
+
+    options |= {"iterable": True, "penstock": {"micro_batch": 2, "context": 64}}
+    for world in (1, 2):
+        ranks = run(world, tmp_path / f"{world}", options_for(world, **options), torchrun=False)
+        for found in ranks:
+            assert without_times(found["metrics"]) == without_times(one["metrics"])
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("world", "more"),

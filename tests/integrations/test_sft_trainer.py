@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from penstock.errors import SettingsError
+from penstock.errors import EngineError, SettingsError
 from tests.support.small_tokenizers import MARKED, small_tokenizer
 from tests.support.trainers import SMALL, compare_logs, largest_difference, tiny_model
 
@@ -156,3 +156,27 @@ def test_offloading_of_activations_is_refused(tmp_path: Path) -> None:
     args = trl.SFTConfig(str(tmp_path), activation_offloading=True, use_cpu=True, bf16=False)
     with pytest.raises(SettingsError, match="activation_offloading"):
         PenstockSFTTrainer(tiny_model(), args, train_dataset=chats(4, 0))
+
+
+def test_the_loss_of_another_trainer_of_trl_is_refused(tmp_path: Path) -> None:
+    from penstock.integrations import PenstockTrainerMixin
+
+    class Ours(PenstockTrainerMixin, trl.DPOTrainer):
+        pass
+
+    with pytest.raises(SettingsError, match="compute_loss: is overridden by DPOTrainer"):
+        Ours(tiny_model(), args=trl.DPOConfig(str(tmp_path), use_cpu=True, bf16=False))
+
+
+def test_a_callback_that_reads_weights_is_named(tmp_path: Path) -> None:
+    _, ours = trainers(tmp_path)
+    ours.add_callback(trl.BEMACallback(update_freq=1))
+    with pytest.raises(EngineError) as caught:
+        ours.train()
+    assert "BEMACallback.on_train_begin" in caught.value.__notes__[0]
+
+
+def test_an_iterable_dataset_is_evaluated_as_trl_evaluates_it(tmp_path: Path) -> None:
+    for trainer in (both := trainers(tmp_path, eval_strategy="no", per_device_eval_batch_size=3)):
+        trainer.evaluate(chats(4, 2).to_iterable_dataset())
+    compare_logs(both[1].state.log_history, both[0].state.log_history)

@@ -33,13 +33,14 @@ DATA = examples(41)
 
 
 def trainers(out: Path, family: str = "llama", penstock: PenstockConfig = SMALL,
-             more: Mapping[str, Any] | None = None, **changes: Any) -> tuple[Any, Any]:  # fmt: skip
+             more: Mapping[str, Any] | None = None, model: Any = None,
+             **changes: Any) -> tuple[Any, Any]:  # fmt: skip
     """Return both trainers, for the same model, data and arguments."""
     made: list[Any] = []
     for kind, extra in ((Trainer, {}), (PenstockTrainer, {"penstock": penstock})):
         common: dict[str, Any] = {"data_collator": pad, "train_dataset": DATA, **(more or {})}
         args = arguments(out / kind.__name__, **changes)
-        made.append(kind(tiny_model(family), args, **common, **extra))
+        made.append(kind((model or tiny_model)(family), args, **common, **extra))
     return made[0], made[1]
 
 
@@ -113,6 +114,184 @@ def test_iterable_data_needs_a_context(tmp_path: Path) -> None:
         ours.train()
 
 
+# How Trainer counts and weights tokens.
+
+
+ALL_TRAINED = [{**e, "labels": e["input_ids"]} for e in examples(29)]
+
+
+def own_class(_family: str) -> Any:
+    """Return a model whose class says nothing about its loss, so that Trainer counts all labels."""
+
+    class Mine(transformers.LlamaForCausalLM):
+        pass
+
+    made = tiny_model()
+    own = Mine(made.config)
+    own.load_state_dict(made.state_dict())
+    return own
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("family", ["gpt2", "a class of your own"])
+def test_labels_of_first_tokens_count_where_trainer_counts_them(
+    family: str, accumulation: int, tmp_path: Path
+) -> None:
+    theirs, ours = trainers(
+        tmp_path, family, model=tiny_model if family == "gpt2" else own_class, max_steps=3,
+        gradient_accumulation_steps=accumulation, eval_strategy="steps", eval_steps=2,
+        more={"train_dataset": ALL_TRAINED, "eval_dataset": ALL_TRAINED[:7]},
+    )  # fmt: skip
+    assert not theirs._loss_shifts_labels
+    check_equal(theirs, ours)
+
+
+def test_other_labels_that_trainer_counts_wrongly_are_an_error_for_these_models(
+    tmp_path: Path,
+) -> None:
+    def collate(batch: Any) -> Any:
+        made = pad(batch)
+        made["labels"][made["attention_mask"] == 0] = 0
+        return made
+
+    more = {"data_collator": collate, "train_dataset": ALL_TRAINED, "eval_dataset": ALL_TRAINED}
+    _, ours = trainers(tmp_path, "gpt2", more=more)
+    with pytest.raises(BatchError, match=r"Trainer counts \d+ trained tokens.*must be -100"):
+        ours.train()
+    with pytest.raises(BatchError, match=r"Trainer counts \d+ trained tokens.*must be -100"):
+        ours.evaluate()
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("first", [False, True])
+def test_a_step_without_trained_tokens_decays_weights_and_moments_only(
+    accumulation: int, first: bool, tmp_path: Path
+) -> None:
+    untrained = [{**e, "labels": [-100] * len(e["labels"])} for e in DATA[:7]]
+    data = untrained + DATA[7:21] if first else DATA[7:21] + untrained
+    check_equal(
+        *trainers(
+            tmp_path, train_sampling_strategy="sequential", max_steps=-1, num_train_epochs=1,
+            gradient_accumulation_steps=accumulation, learning_rate=1e-2, weight_decay=0.5,
+            adam_epsilon=1e-4,
+            warmup_steps=0, more={"train_dataset": data},
+        )
+    )  # fmt: skip
+
+
+def test_one_row_of_positions_for_all_rows(tmp_path: Path) -> None:
+    def collate(batch: Any) -> Any:
+        made = pad(batch)
+        return {**made, "position_ids": torch.arange(made["input_ids"].shape[1])[None]}
+
+    theirs, ours = trainers(
+        tmp_path, max_steps=2, eval_strategy="steps", eval_steps=2,
+        more={"data_collator": collate, "eval_dataset": examples(5, 2),
+              "compute_metrics": accuracy},
+    )  # fmt: skip
+    check_equal(theirs, ours)
+
+
+def test_documents_with_an_attention_mask_are_warned_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def collate(batch: Any) -> Any:
+        made = pad(batch)
+        positions = (torch.arange(made["input_ids"].shape[1]) % 7).expand_as(made["input_ids"])
+        labels = torch.where(positions == 0, -100, made["labels"])
+        return {**made, "position_ids": positions, "labels": labels}
+
+    _, ours = trainers(tmp_path, max_steps=2, more={"data_collator": collate})
+    ours.train()
+    warnings = [r for r in caplog.records if "Leave attention_mask out" in r.getMessage()]
+    assert len(warnings) == 1
+
+
+# The auxiliary loss of routers.
+
+
+def with_auxiliary_loss(family: str) -> Any:
+    return tiny_model(family, output_router_logits=True, router_aux_loss_coef=0.5)
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_the_auxiliary_loss_leaves_padding_out(pack: bool, tmp_path: Path) -> None:
+    theirs, ours = trainers(
+        tmp_path, "mixtral", replace(SMALL, pack=pack), model=with_auxiliary_loss, max_steps=4,
+        gradient_accumulation_steps=1, eval_strategy="steps", eval_steps=2,
+        per_device_eval_batch_size=3, more={"eval_dataset": examples(8, 2)},
+    )  # fmt: skip
+    mine, other = (trainer.evaluate()["eval_loss"] for trainer in (ours, theirs))
+    assert mine == pytest.approx(other, rel=1e-5)
+    check_equal(theirs, ours)
+
+
+@pytest.mark.parametrize(
+    ("changes", "penstock", "problem"),
+    [
+        ({}, {}, r"^gradient_accumulation_steps: is 4.*adds up.*output_router_logits = False"),
+        (
+            {"gradient_accumulation_steps": 1},
+            {"micro_batch": 2},
+            r"^micro_batch: is 2.*PenstockConfig\(micro_batch=3\)",
+        ),
+        (
+            {"gradient_accumulation_steps": 1, "label_smoothing_factor": 0.1},
+            {},
+            "^label_smoothing_factor: is 0.1, and Trainer leaves out",
+        ),
+        (
+            {"gradient_accumulation_steps": 1, "eval_strategy": "epoch"},
+            {},
+            "^per_device_eval_batch_size: must be 3 or less, got a batch of 8",
+        ),
+    ],
+)
+def test_an_auxiliary_loss_that_would_differ_from_that_of_trainer(
+    changes: dict[str, Any], penstock: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    _, ours = trainers(
+        tmp_path, "mixtral", replace(SMALL, **penstock), model=with_auxiliary_loss,
+        more={"eval_dataset": DATA[:4]}, **changes,
+    )  # fmt: skip
+    with pytest.raises(SettingsError, match=problem):
+        ours.train()
+
+
+def test_an_evaluation_batch_of_several_micro_batches_has_another_auxiliary_loss(
+    tmp_path: Path,
+) -> None:
+    _, ours = trainers(
+        tmp_path, "mixtral", model=with_auxiliary_loss, gradient_accumulation_steps=1,
+        more={"eval_dataset": DATA[:4]},
+    )  # fmt: skip
+    with pytest.raises(SettingsError, match=r"per_device_eval_batch_size: must be 3 or less"):
+        ours.evaluate()
+
+
+def test_noise_on_embeddings_is_scaled_by_documents_without_padding(tmp_path: Path) -> None:
+    masks: list[Any] = []
+
+    class Note(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            compute = ours.engine.forward_backward
+
+            def note(batch: Any, **kwargs: Any) -> Any:
+                masks.append(batch.get("attention_mask"))
+                return compute(batch, **kwargs)
+
+            ours.engine.forward_backward = note
+
+    for alpha in (5.0, None):
+        _, ours = trainers(
+            tmp_path, neftune_noise_alpha=alpha, max_steps=1, gradient_accumulation_steps=1,
+            train_sampling_strategy="sequential", more={"callbacks": [Note()]},
+        )  # fmt: skip
+        ours.train()
+    assert masks[0].sum(1).tolist() == [len(e["input_ids"]) for e in DATA[:3]]
+    assert masks[1] is None, "where nothing depends on it, the engine gets no mask"
+
+
 # Evaluation.
 
 
@@ -174,6 +353,40 @@ def test_a_batch_without_trained_tokens_has_no_loss(tmp_path: Path) -> None:
     assert np.isnan(ours.evaluate()["eval_loss"])
 
 
+class Stream(torch.utils.data.IterableDataset[Any]):
+    """A dataset without a length, whose last batch is not full."""
+
+    def __iter__(self) -> Any:
+        return iter(examples(7, 2))
+
+
+@pytest.mark.parametrize(
+    "dispatch", [None, pytest.param(True, marks=pytest.mark.long),
+                 pytest.param(False, marks=pytest.mark.long)]
+)  # fmt: skip
+def test_the_last_batch_of_an_iterable_dataset_has_the_weight_of_its_examples(
+    dispatch: bool | None, tmp_path: Path
+) -> None:
+    def count(prediction: Any) -> dict[str, float]:
+        return {"losses": len(prediction.losses), "rows": len(prediction.predictions),
+                "tokens": int((prediction.label_ids != -100).sum())}  # fmt: skip
+
+    theirs, ours = trainers(
+        tmp_path, penstock=replace(SMALL, context=64), per_device_eval_batch_size=5,
+        include_for_metrics=["loss"], accelerator_config={"dispatch_batches": dispatch},
+        more={"compute_metrics": count},
+    )  # fmt: skip
+    for call in ("evaluate", "predict"):
+        found, expected = (getattr(t, call)(Stream()) for t in (ours, theirs))
+        if call == "predict":
+            assert found.predictions.shape == expected.predictions.shape
+            assert (found.label_ids == expected.label_ids).all()
+            found, expected = found.metrics, expected.metrics
+        for name in ("loss", "losses", "rows", "tokens"):
+            name = f"{'test' if call == 'predict' else 'eval'}_{name}"
+            assert found[name] == pytest.approx(expected[name], rel=1e-5)
+
+
 # Events.
 
 
@@ -228,8 +441,9 @@ def test_a_model_that_is_called_during_training_says_what_to_do(tmp_path: Path) 
             kwargs["model"](torch.tensor([[1, 2]]))
 
     _, ours = trainers(tmp_path, more={"callbacks": [Call()]})
-    with pytest.raises(EngineError, match="the weights as they are now"):
+    with pytest.raises(EngineError, match="the weights as they are now") as caught:
         ours.train()
+    assert "It was raised in Call.on_step_end." in caught.value.__notes__[0]
     ours.model(torch.tensor([[1, 2]]))  # the engine has given the weights back
 
 
@@ -290,6 +504,28 @@ def test_checkpoints_have_the_names_that_trainer_gives_them(tmp_path: Path) -> N
     assert ours - theirs == {"optimizer.safetensors", "training_state.json", "complete.json"}
     state = json.loads(Path(both[1].args.output_dir, "checkpoint-6/trainer_state.json").read_text())
     assert state["global_step"] == 6
+
+
+@pytest.mark.parametrize("kind", ["LoraConfig", "LoHaConfig"])
+def test_checkpoints_of_adapters(kind: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="PEFT is not installed: pip install peft")
+
+    def adapted(family: str) -> Any:
+        torch.manual_seed(3)
+        config = getattr(peft, kind)(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+        return peft.get_peft_model(tiny_model(family), config)
+
+    both = trainers(tmp_path, model=adapted, save_strategy="steps", save_steps=6)
+    check_equal(*both)
+    theirs, ours = (
+        {p.name: p for p in Path(t.args.output_dir, "checkpoint-6").iterdir()} for t in both
+    )
+    assert theirs.keys() - ours.keys() == {"optimizer.pt"}
+    assert ours.keys() - theirs.keys() == {
+        "optimizer.safetensors", "training_state.json", "complete.json", "base_model.json",
+    }  # fmt: skip
+    assert ours["README.md"].read_text() == theirs["README.md"].read_text()
+    assert "README.md" in json.loads(ours["complete.json"].read_text())["files"]
 
 
 def test_the_folder_that_is_pushed_to_the_hub(
@@ -360,6 +596,140 @@ def test_a_mixin_for_a_trainer_of_your_own(tmp_path: Path) -> None:
     trainer = Ours(tiny_model(), arguments(tmp_path, max_steps=2), pad, DATA, penstock=SMALL)
     trainer.train()
     assert trainer.seen == 3
+
+
+def replacing(name: str) -> type:
+    """Return a trainer of your own that overrides a method."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any: ...
+
+    return type("Mine", (Trainer,), {name: method})
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["training_step", "prediction_step", "create_optimizer", "_get_grad_norm", "_wrap_model",
+     "_save", "_load_optimizer_and_scheduler"],
+)  # fmt: skip
+def test_methods_that_the_mixin_would_skip_are_refused(name: str, tmp_path: Path) -> None:
+    ours: Any = type("Ours", (PenstockTrainerMixin, replacing(name)), {})
+    with pytest.raises(SettingsError, match=f"^{name}: is overridden by Mine, .*super"):
+        ours(tiny_model(), arguments(tmp_path), train_dataset=DATA)
+
+
+@pytest.mark.parametrize("above", [False, True])
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("compute_loss", "penstock.stream"),
+        ("compute_loss_context_manager", "set bf16 or fp16"),
+        ("autocast_smart_context_manager", "set bf16 or fp16"),
+        ("_prepare_inputs", "data collator"),
+        ("_clip_grad_norm", "set max_grad_norm"),
+    ],
+)
+def test_methods_that_are_never_called_are_refused(
+    name: str, advice: str, above: bool, tmp_path: Path
+) -> None:
+    mine = replacing(name)
+    bases = (PenstockTrainerMixin, mine)
+    ours: Any = (
+        type("Mine", (PenstockTrainer,), {name: vars(mine)[name]})
+        if above
+        else type("Ours", bases, {})
+    )
+    with pytest.raises(SettingsError, match=f"^{name}: is overridden by Mine.*{advice}"):
+        ours(tiny_model(), arguments(tmp_path), train_dataset=DATA)
+
+
+def test_what_is_set_on_the_trainer_is_refused_as_an_argument_is(tmp_path: Path) -> None:
+    smoother = transformers.trainer_pt_utils.LabelSmoother(0.3)
+    for name, value in (
+        ("compute_loss_func", len), ("compute_loss", len), ("label_smoother", smoother),
+        ("_clip_grad_norm", len), ("compute_loss_context_manager", len),
+    ):  # fmt: skip
+        _, ours = trainers(tmp_path, more={"eval_dataset": DATA[:2]})
+        setattr(ours, name, value)
+        for call in (ours.train, ours.evaluate):
+            with pytest.raises(SettingsError) as found:
+                call()
+            assert found.value.field == name
+
+
+def test_a_seq2seq_trainer_may_not_generate(tmp_path: Path) -> None:
+    class Ours(PenstockTrainerMixin, transformers.Seq2SeqTrainer):
+        pass
+
+    def given(**changes: Any) -> Any:
+        return transformers.Seq2SeqTrainingArguments(
+            str(tmp_path), max_steps=1, use_cpu=True, report_to=[], disable_tqdm=True, **changes
+        )
+
+    with pytest.raises(SettingsError, match="predict_with_generate: generates text"):
+        Ours(tiny_model(), given(predict_with_generate=True), pad, DATA)
+    Ours(tiny_model(), given(), pad, DATA, penstock=SMALL).train()
+
+
+def test_an_optimizer_that_is_set_on_the_trainer_is_refused(tmp_path: Path) -> None:
+    _, ours = trainers(tmp_path, max_steps=1)
+    ours.optimizer = torch.optim.SGD(ours.model.parameters(), lr=0.1)
+    with pytest.raises(SettingsError, match=r"^optimizer: cannot be passed.*learning_rate"):
+        ours.train()
+    own = torch.optim.lr_scheduler.ConstantLR(ours.optimizer)
+    ours.optimizer, ours.lr_scheduler = None, own
+    with pytest.raises(SettingsError, match=r"^lr_scheduler: cannot be passed.*create_scheduler"):
+        ours.train()
+    ours.lr_scheduler = None
+    with pytest.raises(SettingsError, match=r"^create_optimizer: cannot be called before train"):
+        ours.create_optimizer()
+    for _ in range(2):
+        ours.train()
+
+
+def test_a_scheduler_of_your_own_in_create_scheduler(tmp_path: Path) -> None:
+    class Mine(Trainer):
+        def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+            self.lr_scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
+            return self.lr_scheduler
+
+    class Ours(PenstockTrainerMixin, Mine):
+        pass
+
+    made = [
+        kind(tiny_model(), arguments(tmp_path, adam_epsilon=1e-4), pad, DATA, **extra)
+        for kind, extra in ((Mine, {}), (Ours, {"penstock": SMALL}))
+    ]
+    check_equal(*made)
+    made[1].train()
+
+
+def test_a_create_optimizer_that_makes_another_one_is_refused(tmp_path: Path) -> None:
+    class Without(PenstockTrainer):
+        def create_optimizer(self, model: Any = None) -> Any:
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+            return self.optimizer
+
+    class After(Without):
+        def create_optimizer(self, model: Any = None) -> Any:
+            PenstockTrainer.create_optimizer(self, model)
+            return super().create_optimizer(model)
+
+    class Faster(PenstockTrainer):
+        def create_optimizer(self, model: Any = None) -> Any:
+            optimizer = super().create_optimizer(model)
+            optimizer.param_groups[0]["lr"] *= 2
+            return optimizer
+
+    for kind in (Without, After):
+        trainer = kind(tiny_model(), arguments(tmp_path), pad, DATA, penstock=SMALL)
+        with pytest.raises(SettingsError, match=r"^create_optimizer: must return the optimizer"):
+            trainer.train()
+    Faster(tiny_model(), arguments(tmp_path, max_steps=1), pad, DATA, penstock=SMALL).train()
+
+
+def test_an_optimizer_class_has_its_own_defaults(tmp_path: Path) -> None:
+    chosen = (torch.optim.AdamW, {"eps": 1e-7, "weight_decay": 0.5})
+    check_equal(*trainers(tmp_path, more={"optimizer_cls_and_kwargs": chosen}))
 
 
 def test_an_optimizer_of_your_own_is_refused(tmp_path: Path) -> None:

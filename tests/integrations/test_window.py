@@ -101,11 +101,66 @@ def test_micro_batches_need_labels_unless_they_are_only_evaluated() -> None:
         (micro_batch([1, 2], pixel_values=torch.zeros(1)), "has pixel_values, which Penstock"),
         # Without positions, seq_idx would say where documents begin.
         (micro_batch([1, 2], seq_idx=torch.zeros(1)), "has seq_idx, which Penstock would ignore"),
-        (micro_batch([1, 2]) | {"attention_mask": torch.tensor([[0, 1]])}, "padding on the right"),
+        (micro_batch([1, 2], position_ids=torch.zeros(3, 2)), r"position_ids has shape \(3, 2\)"),
     ],
 )
-def test_what_would_be_ignored_or_is_padded_on_the_left_is_refused(
+def test_what_would_be_ignored_or_does_not_fit_is_refused(
     given: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(BatchError, match=problem):
         make_window([given], context=4)
+
+
+@pytest.mark.parametrize(
+    ("mask", "problem"),
+    [
+        ([[1, 1, 1], [0, 1, 1]], "beginning of row 1, as padding on the left.*padding_side"),
+        ([[0, 1, 0], [1, 1, 1]], "beginning of row 0"),
+        ([[1, 1, 1], [1, 0, 1]], r"hides tokens between others in row 1 .*labels to -100"),
+        ([[1.0, 1.0, 1.0], [1.0, 0.5, 0.0]], "values other than 0 and 1, such as 0.5"),
+        (
+            [[[[1] * 3] * 3]] * 2,
+            r"has shape \(2, 1, 3, 3\), and input_ids has \(2, 3\).*position_ids",
+        ),
+    ],
+)
+def test_each_mask_that_hides_more_than_padding_has_its_own_message(
+    mask: Any, problem: str
+) -> None:
+    given = micro_batch([1, 2, 3], [4, 5, 6], attention_mask=torch.tensor(mask))
+    with pytest.raises(BatchError, match=problem):
+        make_window([given], context=4)
+
+
+def test_the_mask_of_a_window_hides_padding_and_nothing_else() -> None:
+    given = micro_batch([5, 6, 7], [8, 9], [1])
+    given["attention_mask"][2] = 0
+    window = make_window([given], context=4, with_mask=True)
+    assert rows_of(window, "attention_mask") == [[1, 1, 1], [1, 1, 0], [0, 0, 0]]
+    packed = make_window([given], context=5, pack=True, with_mask=True)
+    assert rows_of(packed, "attention_mask") == [[1, 1, 1, 1, 1], [0, 0, 0, 0, 0]]
+    assert "attention_mask" not in make_window([given], context=4).batch
+
+
+def test_with_a_mask_documents_of_one_token_count_as_transformers_counts_them() -> None:
+    positions = torch.tensor([[0, 1, 0, 0]])
+    given = micro_batch([1, 2, 3, 4], position_ids=positions)
+    window = make_window([given], context=4, with_mask=True)
+    assert rows_of(window, "input_ids") == [[1, 2, 3, 4]]
+    assert rows_of(window, "attention_mask") == [[1, 1, 1, 1]]
+
+
+def test_one_row_of_positions_is_that_of_all_rows() -> None:
+    given = micro_batch([1, 2, 3], [4, 5, 6], position_ids=torch.tensor([[0, 1, 2]]))
+    assert rows_of(make_window([given], context=4), "position_ids") == [[0, 1, 2]] * 2
+
+
+def test_documents_in_a_row_with_a_mask_are_noted() -> None:
+    positions = torch.tensor([[0, 1, 0, 1]])
+    given = micro_batch([1, 2, 3, 4], position_ids=positions)
+    assert make_window([given], context=4).masked_documents
+    del given["attention_mask"]
+    assert not make_window([given], context=4).masked_documents
+    padded = micro_batch([1, 2, 3, 4], position_ids=torch.tensor([[0, 1, 2, 0]]))
+    padded["attention_mask"][0, 3] = 0
+    assert not make_window([padded], context=4).masked_documents

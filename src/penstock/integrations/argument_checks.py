@@ -8,59 +8,53 @@ from typing import Any
 
 from penstock.errors import SettingsError
 from penstock.integrations.config import PenstockConfig
-from penstock.integrations.optimizer_choice import check_optimizer
+from penstock.integrations.optimizer_choice import check_optimizer, chooses_optimizer
+from penstock.integrations.override_checks import LOSS_FUNCTION, check_overrides
 from penstock.integrations.several_ranks import check_launch
 
 logger = logging.getLogger(__name__)
 
-PATH_B = "penstock.stream(model, ...), which works with any loss and a plain Trainer"
-
-LIBRARIES = ("transformers.", "trl.", "penstock.")
-"""Packages whose own `compute_loss` is next-token cross-entropy, as the engine computes it."""
+OPTIMIZERS = (
+    "cannot be passed: Penstock's optimizer is part of its engine, and exists only once memory is "
+    "planned. Set optim, learning_rate, weight_decay and lr_scheduler_type in the arguments, or "
+    "PenstockConfig(optimizer=...), or override create_scheduler"
+)
 
 
 def check_before_init(
-    trainer_class: type, arguments: Mapping[str, Any], config: PenstockConfig
+    trainer_class: type, mixin: type, arguments: Mapping[str, Any], config: PenstockConfig
 ) -> None:
     """Check what a trainer was given, before it loads a model or moves one to a device."""
-    _check_loss(trainer_class, arguments)
-    _check_optimizers(arguments)
+    check_overrides(trainer_class, mixin)
+    if arguments.get("compute_loss_func") is not None:
+        raise SettingsError("compute_loss_func", LOSS_FUNCTION)
+    if any(each is not None for each in arguments.get("optimizers") or ()):
+        raise SettingsError("optimizers", OPTIMIZERS)
     args = arguments.get("args")
-    check_optimizer(config, args, arguments.get("optimizer_cls_and_kwargs"))
+    named = None if chooses_optimizer(trainer_class) else args
+    check_optimizer(config, named, arguments.get("optimizer_cls_and_kwargs"))
     if args is not None:
         check_training_arguments(args)
 
 
-def _check_loss(trainer_class: type, arguments: Mapping[str, Any]) -> None:
-    owner = next(c for c in trainer_class.__mro__ if "compute_loss" in vars(c))
-    if not f"{owner.__module__}.".startswith(LIBRARIES):
-        raise SettingsError(
-            "compute_loss",
-            f"is overridden by {owner.__name__}. The engine computes the loss chunk by chunk and "
-            f"never calls it: use {PATH_B}",
-        )
-    if arguments.get("compute_loss_func") is not None:
-        raise SettingsError(
-            "compute_loss_func",
-            f"cannot be called: it needs all logits, which the engine never has at one time. Use "
-            f"{PATH_B}",
-        )
+def check_optimizer_attributes(trainer: Any, own: type) -> None:
+    """Raise SettingsError for an optimizer or a scheduler that was set on the trainer.
 
-
-def _check_optimizers(arguments: Mapping[str, Any]) -> None:
-    optimizer, scheduler = arguments.get("optimizers") or (None, None)
-    if optimizer is not None or scheduler is not None:
-        raise SettingsError(
-            "optimizers",
-            "cannot be passed: Penstock's optimizer is part of its engine, and exists only once "
-            "memory is planned. Set optim, learning_rate, weight_decay and lr_scheduler_type in "
-            "the arguments, or PenstockConfig(optimizer=...), or override create_scheduler",
-        )
+    `own` is the class of the optimizer that an earlier `train` has left behind.
+    """
+    if trainer.optimizer is not None and not isinstance(trainer.optimizer, own):
+        raise SettingsError("optimizer", OPTIMIZERS)
+    scheduler = trainer.lr_scheduler
+    made_by_trainer = scheduler is None or trainer._created_lr_scheduler
+    if not made_by_trainer and getattr(scheduler, "optimizer", None) is not trainer.optimizer:
+        raise SettingsError("lr_scheduler", OPTIMIZERS)
 
 
 def check_training_arguments(args: Any) -> None:
     """Raise SettingsError for arguments that Penstock cannot follow."""
     refused = {
+        "predict_with_generate": "generates text with the model, whose weights are in the engine. "
+        "Leave it out, and generate after train() has returned",
         "deepspeed": "is another engine that moves weights; leave it out",
         "fsdp": "shards the model over processes; leave it out",
         "parallelism_config": "splits the model over processes; leave it out",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+import transformers
 
 from penstock import optim
 from penstock.errors import SettingsError
@@ -56,6 +58,12 @@ def check_optimizer(
         _name_of_optim(args)
 
 
+def chooses_optimizer(trainer_class: type) -> bool:
+    """Return whether a trainer's class says itself which optimizer it wants."""
+    own = transformers.Trainer.get_optimizer_cls_and_kwargs
+    return getattr(trainer_class, "get_optimizer_cls_and_kwargs", own) is not own
+
+
 def optimizer_options(trainer: Any) -> dict[str, Any]:
     """Return the name and the options of the optimizer that a trainer's arguments ask for."""
     config, args, chosen = trainer.penstock, trainer.args, trainer.optimizer_cls_and_kwargs
@@ -65,11 +73,15 @@ def optimizer_options(trainer: Any) -> dict[str, Any]:
         name, options = _named(config.optimizer)
         # The arguments for Adam are those of AdamW, also where Muon uses it.
         return {"name": name, **common, **(adam if name in ("adamw", "muon") else {}), **options}
-    if chosen is None and (name := _name_of_optim(args)) == "lion":
-        # transformers would ask for bitsandbytes, and pass the betas of Adam.
-        return {"name": name, **common, "betas": adam["betas"]}
+    if chosen is None and not chooses_optimizer(type(trainer)):
+        name = _name_of_optim(args)
+        if name == "lion":
+            # transformers would ask for bitsandbytes, and pass the betas of Adam.
+            return {"name": name, **common, "betas": adam["betas"]}
     kind, given = chosen or trainer.get_optimizer_cls_and_kwargs(args, trainer.model)
-    return common | _options_of_class(kind, given)
+    # Trainer passes weight_decay with the groups of parameters, where that of the class has no
+    # effect.
+    return _options_of_class(kind, given) | {"weight_decay": args.weight_decay}
 
 
 def _named(given: OptimizerName | Mapping[str, Any]) -> tuple[OptimizerName, dict[str, Any]]:
@@ -99,10 +111,32 @@ def _options_of_class(kind: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         name = getattr(kind, "__name__", str(kind))
         raise SettingsError("optimizer_cls_and_kwargs", f"has {name}: {HINT}")
     known = option_names(CLASSES[kind])
-    unknown = [n for n in given if n not in (*known, *HARMLESS) and given[n]]
+    defaults = {
+        name: parameter.default
+        for name, parameter in inspect.signature(kind).parameters.items()
+        if parameter.default is not inspect.Parameter.empty
+    }
+    unknown = [
+        name
+        for name, value in given.items()
+        if name not in (*known, *HARMLESS)
+        and (value != defaults[name] if name in defaults else value)
+    ]
     if unknown:
         raise SettingsError(
             "optimizer_cls_and_kwargs",
             f"has {', '.join(unknown)}; Penstock's {CLASSES[kind]} takes {', '.join(known)}",
         )
-    return {"name": CLASSES[kind], **{n: v for n, v in given.items() if n in known}}
+    # The defaults of Penstock's own optimizers are others than those of the class.
+    options = {name: value for name, value in (defaults | dict(given)).items() if name in known}
+    return {"name": CLASSES[kind], **{name: _value(value) for name, value in options.items()}}
+
+
+def _value(option: Any) -> Any:
+    """Return an option as the engine takes it."""
+    if isinstance(option, torch.Tensor):
+        return option.item()  # torch takes a learning rate in a tensor
+    if isinstance(option, tuple | list):
+        # The first epsilon of Adafactor is by default that of fp32.
+        return tuple(torch.finfo(torch.float32).eps if x is None else x for x in option)
+    return option

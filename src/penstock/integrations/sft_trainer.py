@@ -74,6 +74,10 @@ class PenstockSFTTrainer(PenstockTrainerMixin, _SFTTrainer):  # type: ignore[mis
         if self._own_forward is not None:
             without_wrapper(self.model).forward = self._own_forward
 
+    def _count_evaluation_items(self, inputs: Mapping[str, Any]) -> None:
+        """Return None: TRL evaluates the mean over the tokens of a batch."""
+        return
+
     def _note_tokens(
         self,
         micro_batches: list[Mapping[str, Any]],

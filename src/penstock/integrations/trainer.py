@@ -13,33 +13,45 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import traceback
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import transformers
+from accelerate.utils import find_batch_size
 from torch import nn
+from transformers import TrainerCallback
+from transformers.trainer_callback import CallbackHandler
 
 from penstock.checkpoint.errors import CheckpointError
 from penstock.checkpoint.manifest import Checkpoint, check_small_files
 from penstock.checkpoint.run_directory import remove_leftovers
 from penstock.distributed.rank_group import RankGroup
 from penstock.engine.engine import Engine
-from penstock.engine.loss import LossFunction, TokenValues
+from penstock.engine.loss import IGNORE_INDEX, LossFunction, TokenValues
+from penstock.engine.optimizer import StreamedOptimizer
 from penstock.engine.rank_agreement import all_or_none
 from penstock.errors import BatchError, EngineError, SettingsError
 from penstock.integrations import checkpoint_folder
 from penstock.integrations.argument_checks import (
-    PATH_B,
+    OPTIMIZERS,
     check_before_init,
     check_devices,
+    check_optimizer_attributes,
     check_training_arguments,
     switch_off_checkpointing,
+)
+from penstock.integrations.auxiliary_loss import (
+    check_auxiliary_evaluation,
+    choose_micro_batch,
 )
 from penstock.integrations.config import PenstockConfig
 from penstock.integrations.engine_setup import EngineRequest, open_engine
 from penstock.integrations.optimizer_choice import optimizer_options
+from penstock.integrations.override_checks import PATH_B, check_attributes
 from penstock.integrations.sequence_length import sequence_length
 from penstock.integrations.several_ranks import (
     WholeBatchAccelerator,
@@ -50,14 +62,32 @@ from penstock.integrations.several_ranks import (
     open_group,
     share_choice,
 )
-from penstock.integrations.window import TOO_MANY, Window, make_window
+from penstock.integrations.window import TOO_MANY, Window, expand_positions, make_window
 from penstock.model.adapters import without_wrapper
 
 logger = logging.getLogger(__name__)
 
 MISCOUNTED = (
-    "Trainer counts {trainer} trained tokens in this step, the engine {engine}. Labels of padding, "
-    "and of the first token of each document in a packed row, must be -100"
+    "Trainer counts {trainer} trained tokens in this batch, and the engine {engine}. Labels of "
+    "padding, and of the first token of each document in a packed row, must be -100"
+)
+
+MASKED_DOCUMENTS = (
+    "position_ids start again inside of rows that have an attention_mask. Penstock trains each "
+    "document by itself; transformers does that only without attention_mask, and with one lets "
+    "every document attend to those before it. Leave attention_mask out to train the same with both"
+)
+
+TOO_EARLY = (
+    "cannot be called before train(), which plans memory and opens the engine. Set learning_rate, "
+    "weight_decay and optim in the arguments; to change the optimizer's param_groups, override "
+    "create_optimizer and call super() in it, or use on_train_begin of a callback"
+)
+
+OTHER_OPTIMIZER = (
+    "must return the optimizer that super().create_optimizer() returns, which updates the weights "
+    "in the engine. To choose another one, set optim or PenstockConfig(optimizer=...), or use "
+    f"{PATH_B}"
 )
 
 
@@ -78,6 +108,9 @@ class StreamedModel(nn.Module):
     def to(self, *_: Any, **__: Any) -> StreamedModel:
         """Do nothing: the plan decides where the weights are."""
         return self
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Do nothing: gradients are in the engine, and the update uses them up."""
 
 
 class PenstockTrainerMixin:
@@ -107,8 +140,9 @@ class PenstockTrainerMixin:
         self._window_items: Any = None
         self._resume: Checkpoint | None = None
         self._saves_checkpoint = False
+        self._warned_of_documents = False
         given = inspect.signature(super().__init__).bind_partial(*args, **kwargs).arguments
-        check_before_init(type(self), given, self.penstock)
+        check_before_init(type(self), PenstockTrainerMixin, given, self.penstock)
         if given.get("args") is not None:
             check_devices(given["args"])
             switch_off_checkpointing(given["args"])
@@ -133,6 +167,10 @@ class PenstockTrainerMixin:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         self.accelerator.device_placement = False
         self.accelerator.scaler = None
+        # accelerate dispatches only batches that it places. `_set_remainder` does the part of
+        # dispatching that changes a result.
+        self._dispatches = self.accelerator.dataloader_config.dispatch_batches is not False
+        self.accelerator.dataloader_config.dispatch_batches = None
         if self.args.world_size > 1:
             # Trainer makes the accelerator itself, and has no argument for its class.
             self.accelerator.__class__ = WholeBatchAccelerator
@@ -164,6 +202,8 @@ class PenstockTrainerMixin:
         `resume_from_checkpoint` is a folder, or True for the newest complete checkpoint in the
         output directory.
         """
+        check_attributes(self)
+        check_optimizer_attributes(self, StreamedOptimizer)
         self._resume = None
         self._micro_batches = []
         out = Path(self.args.output_dir)
@@ -179,11 +219,16 @@ class PenstockTrainerMixin:
             resume_from_checkpoint = str(found)
         check_shared_output(self.args)
         trainer: Any = super()
-        with self._engine_closed_at_end():
+        with self._engine_closed_at_end(), _callbacks_named():
             return trainer.train(resume_from_checkpoint, *args, **kwargs)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Make the engine, whose optimizer applies the updates."""
+        trainer: Any = self
+        if not trainer.is_in_train:
+            raise SettingsError("create_optimizer", TOO_EARLY)
+        if self.optimizer is not None and not isinstance(self.optimizer, StreamedOptimizer):
+            raise SettingsError("optimizer", OPTIMIZERS)
         if self.engine is None:
             self.engine = self._open_engine(show=True)
         # accelerate would copy the optimizer's states to place them on a device.
@@ -200,7 +245,8 @@ class PenstockTrainerMixin:
         Returns the loss of the whole step at the last micro-batch, and 0 before, since Trainer
         adds the losses up.
         """
-        assert self.engine is not None
+        if self.engine is None or self.optimizer is not self.engine.optimizer:
+            raise SettingsError("create_optimizer", OTHER_OPTIMIZER)
         model.train()
         if self._micro_batches and num_items_in_batch is not self._window_items:
             logger.warning(
@@ -212,17 +258,41 @@ class PenstockTrainerMixin:
         self._micro_batches.append(inputs)
         self._window_items = num_items_in_batch
         if not self.accelerator.sync_gradients:
-            return torch.zeros((), device=self.args.device)
+            nothing = num_items_in_batch is not None and int(num_items_in_batch) == 0
+            waiting = self._loss_without_targets if nothing else 0.0
+            return torch.tensor(waiting, device=self.args.device)
         micro_batches, self._micro_batches = self._micro_batches, []
         window = self._make_window(micro_batches)
         rows = window.owners.shape[0]
         if rows > self.engine.workload.batch:
             raise BatchError(TOO_MANY.format(rows=rows, batch=self.engine.workload.batch))
-        num_items = _count_items(window, num_items_in_batch)
+        num_items = self._count_items(window, micro_batches, num_items_in_batch)
         check_together(self.engine.ranks, "takes a training step", window.batch)
-        loss = self.engine.forward_backward(window.batch, num_items=num_items)
+        nothing = not num_items and not bool(window.targets.any())
+        # Without trained tokens the gradient is zero, whatever it is divided by, and as in Trainer
+        # the update lets weights and moments decay.
+        loss = self.engine.forward_backward(window.batch, num_items=1 if nothing else num_items)
+        if nothing:
+            loss = torch.full_like(loss, self._loss_without_targets)
         self._note_tokens(micro_batches, window, self.engine.token_values, training=True)
         return loss.to(self.args.device)
+
+    def _count_items(
+        self, window: Window, micro_batches: list[Mapping[str, Any]], num_items_in_batch: Any
+    ) -> int | None:
+        """Return the number by which Trainer divides the sum of the loss; None for its mean."""
+        if num_items_in_batch is None:
+            return None
+        trainer: Any = self
+        counted, wanted = int(window.targets.sum()), int(num_items_in_batch)
+        # If the model's class does not name its loss, Trainer also counts the labels of the first
+        # column, which nothing predicts, and divides by them.
+        first = 0
+        if not trainer._loss_shifts_labels:
+            first = sum(int((m["labels"][:, 0] != IGNORE_INDEX).sum()) for m in micro_batches)
+        if wanted != counted + first:
+            raise BatchError(MISCOUNTED.format(trainer=wanted, engine=counted + first))
+        return wanted
 
     def _clip_grad_norm(self, model: nn.Module) -> float:
         """Return the norm before clipping. The update clips: it costs no pass of its own."""
@@ -288,14 +358,18 @@ class PenstockTrainerMixin:
             )
         if getattr(self.model, "is_gradient_checkpointing", False):
             self.model.gradient_checkpointing_disable()
+        rows = trainer._train_batch_size * accumulation * args.world_size
+        config = self.penstock
+        if (micro_batch := choose_micro_batch(trainer, config, rows)) is not None:
+            config = replace(config, micro_batch=micro_batch)
         steps = self.state.max_steps
         if self._group is None:
             self._group = open_group(args)
         request = EngineRequest(
             model=self.model,
             args=args,
-            config=self.penstock,
-            rows=trainer._train_batch_size * accumulation * args.world_size,
+            config=config,
+            rows=rows,
             length=lambda limit: sequence_length(
                 self.penstock.context, args, self._datasets(), limit=limit
             ),
@@ -365,19 +439,29 @@ class PenstockTrainerMixin:
         # Compiled layers are compiled for each shape: rows of one length need one compilation.
         compiled = workload.numerics.compiled
         pack = compiled if self.penstock.pack is None else self.penstock.pack
-        return make_window(
+        hides_padding = (
+            self.engine.split_model.router_loss is not None
+            or workload.numerics.neftune_noise_alpha > 0
+        )
+        window = make_window(
             micro_batches,
             context=workload.context,
             pack=pack and not inventory.mixes_documents,
             full_rows=compiled,
+            with_mask=hides_padding,
             needs_labels=needs_labels,
         )
+        if window.masked_documents and not self._warned_of_documents:
+            self._warned_of_documents = True
+            logger.warning(MASKED_DOCUMENTS)
+        return window
 
     # Evaluation.
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate or predict with the engine, which is opened for it unless it trains."""
         trainer: Any = super()
+        check_attributes(self)
         with self._engine_open() as engine, batch_of_all_ranks(self.args):
             check_together(engine.ranks, "begins an evaluation")
             engine.finish()
@@ -391,31 +475,57 @@ class PenstockTrainerMixin:
         ignore_keys: list[str] | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """Return the loss and, unless only that is asked for, logits and labels, on the host."""
-        assert self.engine is not None
+        if self.engine is None:
+            raise SettingsError(
+                "evaluation_loop",
+                "must call super(), which opens the engine, and must not call prediction_step "
+                "itself",
+            )
         window = self._make_window([inputs], needs_labels=False)
         check_together(self.engine.ranks, "evaluates a batch", window.batch)
         labels = inputs.get("labels")
         loss = None if labels is None else self._evaluation_loss(inputs)
+        self._set_remainder(inputs)
         if prediction_loss_only:
             return loss, None, None
         return loss, self._logits(inputs), labels
+
+    def _set_remainder(self, inputs: Mapping[str, Any]) -> None:
+        """Tell the accelerator how many examples the last batch of a dataset without a length has.
+
+        Trainer repeats the loss of each batch for a full batch, and the accelerator leaves out what
+        the last batch has more than the dataset.
+        """
+        state = self.accelerator.gradient_state
+        if self._dispatches and state.end_of_dataloader and state.remainder == -1:
+            state.active_dataloader.remainder = find_batch_size(inputs)
 
     def _evaluation_loss(self, inputs: Mapping[str, Any]) -> torch.Tensor:
         assert self.engine is not None
         window = self._make_window([inputs])
         if not bool(window.targets.any()):
             return torch.tensor(self._loss_without_targets, device=self.args.device)
+        check_auxiliary_evaluation(self.engine, window)
+        items = self._count_items(window, [inputs], self._count_evaluation_items(inputs))
         result = self.engine.evaluate(window.split(self.engine.workload.batch))
         self._note_tokens([inputs], window, self.engine.token_values, training=False)
-        return torch.tensor(result.loss, device=self.args.device)
+        loss = result.loss if items is None else result.loss * (result.tokens / items)
+        return torch.tensor(loss, device=self.args.device)
+
+    def _count_evaluation_items(self, inputs: Mapping[str, Any]) -> Any:
+        """Return the number by which the loss of an evaluation batch is divided."""
+        trainer: Any = self
+        return trainer._get_num_items_in_batch([inputs], self.args.device)
 
     _loss_without_targets = float("nan")
-    """Loss of an evaluation batch in which no token counts: 0/0."""
+    """Loss of a batch in which no token counts: 0/0, which Trainer leaves out of the logs."""
 
     def _logits(self, inputs: Mapping[str, Any]) -> torch.Tensor:
         assert self.engine is not None
         names = ("input_ids", "attention_mask", "position_ids")
         batch = {name: inputs[name] for name in names if inputs.get(name) is not None}
+        if "position_ids" in batch:
+            batch["position_ids"] = expand_positions(batch["position_ids"], batch["input_ids"])
         rows, count = self.engine.workload.batch, batch["input_ids"].shape[0]
         parts = [
             self.engine.logits({name: tensor[low : low + rows] for name, tensor in batch.items()})
@@ -438,6 +548,8 @@ class PenstockTrainerMixin:
             self.engine, folder, tokenizer=self._tokenizer_to_save(),
             optimizer=self._saves_optimizer,
         )  # fmt: skip
+        if hasattr(self.model, "create_or_update_model_card"):  # as PEFT's save_pretrained does
+            self.model.create_or_update_model_card(str(folder))
         torch.save(self.args, folder / transformers.trainer.TRAINING_ARGS_NAME)
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
@@ -522,14 +634,21 @@ SCHEDULER_NAME = "scheduler.pt"
 """File that Trainer keeps the learning-rate schedule in."""
 
 
-def _count_items(window: Window, num_items_in_batch: Any) -> int | None:
-    """Return the number of trained tokens by which the loss is divided."""
-    if num_items_in_batch is None:
-        return None
-    counted, wanted = int(window.targets.sum()), int(num_items_in_batch)
-    if counted != wanted:
-        raise BatchError(MISCOUNTED.format(trainer=wanted, engine=counted))
-    return wanted
+@contextlib.contextmanager
+def _callbacks_named() -> Iterator[None]:
+    """Add the name of the callback to an error of the engine that one has caused."""
+    try:
+        yield
+    except EngineError as error:
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, TrainerCallback) and not isinstance(owner, CallbackHandler):
+                error.add_note(
+                    f"It was raised in {type(owner).__name__}.{frame.f_code.co_name}. While "
+                    f"Penstock trains, callbacks cannot read or change the model's weights"
+                )
+                break
+        raise
 
 
 def _abandon(engine: Engine | None, group: RankGroup | None, error: BaseException) -> None:
