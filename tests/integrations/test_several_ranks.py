@@ -105,8 +105,15 @@ def assert_same(one: dict[str, Any], ranks: list[dict[str, Any]]) -> None:
         ]
 
 
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {p.name: p.read_bytes() for p in folder.iterdir() if p.name not in OWN_FILES}
+def files_of(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        p.name: p.read_bytes() for p in folder.iterdir() if p.name not in OWN_FILES
+    }
+    if config := found.get("adapter_config.json"):
+        # After training, PEFT writes it: a set of modules, in another order in every process.
+        fields = json.loads(config)
+        found["adapter_config.json"] = fields | {"target_modules": sorted(fields["target_modules"])}
+    return found
 
 
 @pytest.mark.parametrize(
