@@ -20,7 +20,7 @@ from tests.equivalence.runs import HYBRID, INTERLEAVED, LATE, WAYS, Setup, Way
 
 MIXED = Way("two rounds of everything", ("nnnn", "dddd", "hhhh", "ddnn", "nddn"),
             {"rounds": 2, "piece": 4096})  # fmt: skip
-PLACEMENTS = (MIXED, WAYS[3], WAYS[8], HYBRID[2], LATE[3], LATE[6], INTERLEAVED)
+PLACEMENTS = (MIXED, WAYS[3], WAYS[8], HYBRID[2], LATE[3], LATE[6], LATE[8], INTERLEAVED)
 
 
 class Waits:

@@ -60,6 +60,8 @@ def random_way(seed: int, blocks: int) -> Way:
     ahead = rng.randint(1, 3)
     plan = {"rounds": rng.randint(1, 3), "ahead": ahead, "slots": ahead + rng.randint(1, 2),
             "piece": rng.choice((4096, 8192, 1 << 26)), "late": rng.random() < 0.5}  # fmt: skip
+    if rng.random() < 0.5:
+        plan["late_on_nvme"] = [at for at in range(blocks) if rng.random() < 0.7]
     in_host = [at for at, row in enumerate(rows) if row[:3] == "ddd"]
     if in_host and rng.random() < 0.5:
         plan |= {"gpu_swept": rng.sample(in_host, rng.randint(1, len(in_host))), "gpu_piece": 4096}

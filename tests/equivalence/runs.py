@@ -163,6 +163,14 @@ LATE = (
         {"late": True, "gpu_swept": (1, 2), "gpu_piece": 4096}),
     Way("weights swept on the GPU, moments updated in backward", ("dddd",),
         {"late": True, "gpu_swept": range(5), "gpu_piece": 4096}),
+    Way("moments on disk updated in backward", ("nnnn",),
+        {"late_on_nvme": range(5), "piece": 4096}),
+    Way("some moments on disk updated in backward, sweeps in DRAM between pieces",
+        ("dndd", "dddd", "nnnd", "dndh"),
+        {"late_on_nvme": range(3), "piece": 4096, "interleaved": True}, threads=2),
+    Way("three rounds, moments on disk and in DRAM updated in backward", ("dnnn", "dddd", "nndn"),
+        {"late_on_nvme": range(5), "late": True, "piece": 8192, "rounds": 3, "slots": 4,
+         "ahead": 2}, {"workers": 1}),
 )  # fmt: skip
 """Ways in which weights are updated before forward, and moments on the CPU in backward."""
 

@@ -21,16 +21,17 @@ from tests.equivalence.runs import DRAM, LATE, Setup, Way, differing, follow, st
 from tests.equivalence.test_plans import assert_same, train_each
 from tests.support.engines import FAMILIES
 
-ALL, ROUNDS, ON_GPU = LATE[0], LATE[4], LATE[6]
+ALL, ROUNDS, ON_GPU, ON_DISK, SOME_ON_DISK = LATE[0], LATE[4], LATE[6], LATE[7], LATE[8]
 
 
 @pytest.mark.parametrize(
     ("family", "ways", "work"),
     [
         pytest.param("llama", LATE, {}, id="bf16"),
-        pytest.param("qwen3", (ALL, ON_GPU), {"moments": "int8"}, id="int8 moments"),
-        pytest.param("llama", (ALL, ON_GPU), {"dtype": "fp32", "moments": "bf16"}, id="fp32"),
-        pytest.param("gemma3", (ALL, ON_GPU),
+        pytest.param("qwen3", (ALL, ON_GPU, ON_DISK), {"moments": "int8"}, id="int8 moments"),
+        pytest.param("llama", (ALL, ON_GPU, SOME_ON_DISK), {"dtype": "fp32", "moments": "bf16"},
+                     id="fp32"),
+        pytest.param("gemma3", (ALL, ON_GPU, ON_DISK),
                      {"dtype": "fp16", "config": {"tie_word_embeddings": True}}, id="fp16, tied"),
         pytest.param("llama", (ALL, ROUNDS), {"accumulate": True}, id="accumulation"),
         *(pytest.param(family, LATE, {"dtype": dtype, "moments": moments, "freeze": ()},
@@ -101,7 +102,8 @@ def fail_in(monkeypatch: pytest.MonkeyPatch, verb: Verb, block: int) -> list[Ope
     ids=["in forward", "in the loss", "early in backward", "at the end of backward"],
 )
 @pytest.mark.parametrize("completes", ["step", "finish"])
-@pytest.mark.parametrize("way", [ALL, ON_GPU], ids=["CPU", "GPU"])
+@pytest.mark.parametrize("way", [ALL, ON_GPU, ON_DISK, SOME_ON_DISK],
+                         ids=["CPU", "GPU", "disk", "some on disk"])  # fmt: skip
 def test_a_step_that_fails_loses_no_moment(
     verb: Verb,
     block: int,
@@ -163,13 +165,49 @@ def test_a_sweep_on_the_gpu_that_fails_half_way_loses_no_moment(
         assert differing(wanted, state_of(engine)) == []
 
 
+@pytest.mark.parametrize("completes", ["step", "finish"])
+@pytest.mark.parametrize("lane", ["read", "sweep", "write"])
+@pytest.mark.parametrize("part", [0.1, 0.4, 0.6, 0.8, 0.95])
+def test_a_lane_of_the_disk_that_fails_half_way_loses_no_moment(
+    part: float, completes: str, lane: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some pieces have new weights, and others new moments, too, on disk or in staging only."""
+    setup = Setup.of("llama")
+    first, second = setup.batches(2)
+    with setup.engine(DRAM, tmp_path) as engine:
+        engine.step(first)
+        engine.step(second)
+        wanted = state_of(engine)
+    work, calls = getattr(Mover, lane), []
+
+    with setup.engine(SOME_ON_DISK, tmp_path) as engine:
+        engine.step(first)
+        operations = engine._programs["step"].by_lane[lane]
+        failing = operations[int(part * len(operations))][0]
+
+        def fail(self: Mover, step: Any, at: int, op: Operation) -> None:
+            if at == failing and not calls:
+                calls.append(at)
+                raise RuntimeError("no disk")
+            work(self, step, at, op)
+
+        monkeypatch.setattr(Mover, lane, fail)
+        with pytest.raises(RuntimeError, match="no disk"):
+            engine.step(second)
+        if completes == "finish":
+            engine.finish()
+        engine.step(second)
+
+        assert differing(wanted, state_of(engine)) == []
+
+
 def test_a_checkpoint_continues_with_and_without_late_moments(tmp_path: Path) -> None:
     setup = Setup.of("llama", moments="int8")
     batches = setup.batches(5)
     with setup.engine(DRAM, tmp_path) as engine:
         steps(engine, batches)
         wanted = state_of(engine)
-    ways = [(ALL, DRAM), (DRAM, ON_GPU), (ON_GPU, ALL)]
+    ways = [(ALL, DRAM), (DRAM, ON_GPU), (ON_GPU, ON_DISK), (ON_DISK, ALL)]
     for number, (first, second) in enumerate(ways):
         with setup.engine(first, tmp_path) as engine:
             steps(engine, batches[:3])
@@ -190,7 +228,7 @@ def test_an_evaluation_between_steps_changes_nothing(tmp_path: Path) -> None:
     setup = Setup.of("llama")
     batches = setup.batches(3)
     results = []
-    for way in (DRAM, ALL, ON_GPU):
+    for way in (DRAM, ALL, ON_GPU, SOME_ON_DISK):
         with setup.engine(way, tmp_path) as engine:
             losses = []
             for batch in batches:
@@ -210,10 +248,10 @@ def test_a_refused_element_keeps_its_moments(tmp_path: Path) -> None:
     first, second = setup.batches(2)
     name = "model.layers.0.mlp.up_proj.weight"
     states = []
-    for way in (DRAM, ALL, ON_GPU):
+    for way in (DRAM, ALL, ON_GPU, ON_DISK, SOME_ON_DISK):
         with setup.engine(way, tmp_path) as engine:
             engine.step(first)
-            next(iter(engine.access.parts(name, Role.FIRST)))[3] = float("nan")
+            spoil_a_moment(engine, name)
             with pytest.raises(NonFiniteMasterError) as caught:
                 engine.step(second)
             assert name in str(caught.value)
@@ -221,14 +259,43 @@ def test_a_refused_element_keeps_its_moments(tmp_path: Path) -> None:
             assert torch.isfinite(whole(engine, name, Role.WEIGHT)).all()
     wanted, *others = states
 
-    assert [differing(wanted, state) for state in others] == [[], []]
+    assert [differing(wanted, state) for state in others] == [[], [], [], []]
+
+
+def spoil_a_moment(engine: Engine, name: str) -> None:
+    """Set one element of a tensor's first moment to NaN, wherever it is stored."""
+    block, _ = engine.access.tensor(name)
+    trained = [t.name for t in engine.inventory.blocks[block].tensors if t.trainable]
+    values = {each: whole(engine, each, Role.FIRST).flatten() for each in trained}
+    values[name][3] = float("nan")
+    engine.access.fill(
+        block, Role.FIRST, lambda tensor, low, high: values[tensor.name][low:high], trainable=True
+    )
+
+
+def test_the_next_step_completes_an_update_that_refused_an_element(tmp_path: Path) -> None:
+    setup = Setup.of("llama")
+    first, second = setup.batches(2)
+    states = []
+    for way in (DRAM, ALL, ON_DISK, SOME_ON_DISK):
+        with setup.engine(way, tmp_path) as engine:
+            engine.step(first)
+            spoil_a_moment(engine, "model.layers.2.mlp.up_proj.weight")
+            with pytest.raises(NonFiniteMasterError):
+                engine.step(second)
+            engine.forward_backward(second)
+            states.append(state_of(engine))
+    wanted, *others = states
+
+    assert [differing(wanted, state) for state in others] == [[], [], []]
 
 
 @pytest.mark.parametrize(
     ("spots", "work", "words"),
     [
-        ("dndd", {}, "must be in dram and cxl"),
-        ("hhhh", {}, "must be in dram and cxl"),
+        ("nddd", {}, "must be on nvme, or all"),
+        ("ddnd", {}, "must be on nvme, or all"),
+        ("hhhh", {}, "may be in HBM"),
         ("dddd", {"optimizer": "lion"}, "needs AdamW"),
         ("dddd", {"world": 2}, "a single rank"),
     ],

@@ -18,7 +18,7 @@ from tests.equivalence.runs import DRAM, INTERLEAVED, LATE, RESIDENT, WAYS, Setu
 
 SMALL = Way("all on disk in small pieces", ("nnnn",), {"piece": 4096})
 MIXED = Way("weights on disk, states in DRAM", ("nddd", "dndd"), {"piece": 4096})
-PLACES = (RESIDENT, DRAM, SMALL, MIXED, INTERLEAVED, LATE[3], LATE[6], WAYS[8])
+PLACES = (RESIDENT, DRAM, SMALL, MIXED, INTERLEAVED, LATE[3], LATE[6], LATE[8], WAYS[8])
 
 
 class BrokenTicket:

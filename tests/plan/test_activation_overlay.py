@@ -10,7 +10,12 @@ from hypothesis import strategies as st
 
 from penstock.engine.allocate import Programs
 from penstock.engine.program import INSTANT, Program
-from penstock.plan.activation_overlay import HOST, overlaid_activations, overlaid_nbytes
+from penstock.plan.activation_overlay import (
+    HOST,
+    gradient_order,
+    overlaid_activations,
+    overlaid_nbytes,
+)
 from penstock.plan.schedule import Operation, Verb
 from penstock.planner.candidate import Candidate, Location
 from penstock.planner.evaluator import PlanEvaluator
@@ -33,8 +38,8 @@ def ranges(
     blocks = evaluator.placement(candidate).blocks
     gradients: dict[int, Range] = {}
     ends: dict[int, int] = {}
-    for index, block in enumerate(blocks):
-        home = block.home(Role.GRADIENT)
+    for index in gradient_order(blocks):
+        home = blocks[index].home(Role.GRADIENT)
         tiers = (*HOST, Tier.HBM)
         if home is not None and len(home.shares) == 1 and home.shares[0].tier in tiers:
             node = home.shares[0].node  # None for HBM

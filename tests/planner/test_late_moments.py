@@ -15,13 +15,14 @@ from penstock.plan.schedule import Verb
 from penstock.planner import QUICK, PlanResult, make_plan
 from penstock.planner.plan_view import plan_json, summary
 from penstock.records import from_json, to_json
-from penstock.roles import MOMENTS, WEIGHTS
+from penstock.roles import MOMENTS, WEIGHTS, Role
 from penstock.tiers import Tier
 from penstock.units import GiB
 from tests.support.models import llama, work
 
 MODEL = llama("1b", 2048, 8192, 12, 2048, 512, 32000, False)
 MACHINE = preset("h200")
+DESKTOP = preset("desktop-24gb")
 IN_ONE_PASS = replace(QUICK, late_moments=False)
 DRIVE = (PathBudget(path="/mnt/nvme", nbytes=100 * GiB),)
 
@@ -71,9 +72,9 @@ def test_a_step_that_computes_for_longer_than_it_sweeps_has_one_pass() -> None:
         {"hbm": 60},
         {"world": 2, "micro_batch": 2,
          "machine": replace(MACHINE, gpus=(MACHINE.gpus[0], replace(MACHINE.gpus[0], index=1)))},
-        {"hbm": 4, "dram": 6, "nvme": DRIVE},
+        {"hbm": 6, "dram": 4, "nvme": DRIVE, "machine": DESKTOP, "optimizer": "lion"},
     ],
-    ids=["another rule", "whole tensors", "all in HBM", "two ranks", "states on a drive"],
+    ids=["another rule", "whole tensors", "all in HBM", "two ranks", "another rule, on a drive"],
 )  # fmt: skip
 def test_moments_are_updated_with_the_weights_where_they_cannot_be_late(
     options: dict[str, Any],
@@ -85,13 +86,68 @@ def test_moments_are_updated_with_the_weights_where_they_cannot_be_late(
 
 
 def test_late_moments_fit_into_dram_that_overlaid_activations_were_planned_for() -> None:
-    """With late moments, no activation is stored in the memory of a gradient."""
+    """No activation is stored in the memory of a gradient that is in use until backward."""
     peak = planned(late=False).plan.peak(Tier.DRAM)
 
     result = planned(dram=peak / GiB)
 
     assert result.plan.peak(Tier.DRAM) <= peak
     assert result.cost.step_seconds <= planned(late=False, dram=peak / GiB).cost.step_seconds
+
+
+def planned_on_nvme(*, dram: float = 4, late: bool = True, **options: Any) -> PlanResult:
+    return planned(
+        hbm=6, dram=dram, batch=16, micro_batch=4, nvme=DRIVE, machine=DESKTOP, late=late, **options
+    )
+
+
+@pytest.mark.parametrize("dram", [3, 4])
+def test_a_disk_that_is_idle_in_backward_gets_moments_to_update(dram: float) -> None:
+    """With 3 GiB, activations that were in the memory of gradients move to the disk, too."""
+    late, in_one_pass = planned_on_nvme(dram=dram), planned_on_nvme(dram=dram, late=False)
+    blocks = late.plan.placement.blocks
+    found = late_blocks(late.plan)
+
+    assert found
+    assert all(blocks[block].all_on(Role.FIRST, Tier.NVME) for block in found)
+    assert late.cost.step_seconds < 0.9 * in_one_pass.cost.step_seconds
+    late.plan.check_model(MODEL)
+    assert late.plan.peak(Tier.DRAM) <= dram * GiB
+    assert from_json(Plan, to_json(late.plan)) == late.plan
+
+
+def test_late_moments_on_nvme_are_written_as_often_as_others() -> None:
+    """The drive wears no faster. With 4 GiB, nothing else moves to it."""
+    late, in_one_pass = planned_on_nvme(), planned_on_nvme(late=False)
+
+    assert late.disk_writes == in_one_pass.disk_writes
+    assert late.cost.step_seconds < in_one_pass.cost.step_seconds
+
+
+def test_each_piece_on_nvme_is_swept_and_written_in_two_parts() -> None:
+    result = planned_on_nvme()
+    operations = result.cost.schedule.operations
+
+    for block in late_blocks(result.plan):
+        own = [op for op in operations if op.block == block]
+        swept = [(op.piece, op.roles, op.phase) for op in own if op.verb is Verb.SWEEP]
+        pieces = range(len(swept) // 2)
+        assert swept == [
+            *((piece, WEIGHTS, "forward") for piece in pieces),
+            *((piece, MOMENTS, "backward") for piece in pieces),
+        ]
+        written = [role for op in own if op.verb is Verb.WRITE for role in op.roles]
+        assert written.count(Role.FIRST) == written.count(Role.MASTER) == len(pieces)
+        read = [role for op in own if op.verb is Verb.READ for role in op.roles]
+        assert read.count(Role.FIRST) == 2 * len(pieces)
+        assert read.count(Role.MASTER) == len(pieces)
+
+
+def test_a_disk_that_is_busy_all_the_time_updates_moments_once() -> None:
+    """Little computation: moments that are read twice would make the step longer."""
+    result = planned(hbm=6, dram=4, batch=1, nvme=DRIVE, machine=DESKTOP)
+
+    assert not late_blocks(result.plan)
 
 
 def test_plans_say_that_moments_are_updated_in_backward() -> None:

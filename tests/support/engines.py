@@ -171,6 +171,7 @@ def make_plan_of(
     gpu_piece: int | None = None,
     interleaved: bool = False,
     late: bool = False,
+    late_on_nvme: Sequence[int] = (),
     machine: Machine | None = None,
 ) -> Plan:
     """Return a plan with the given placement.
@@ -182,7 +183,8 @@ def make_plan_of(
     where the results of its attention are saved, or - if they are computed again. `gpu_swept` has
     the numbers of blocks in DRAM whose states pass through HBM, in pieces of `gpu_piece` elements.
     With `interleaved`, sweeps of blocks in DRAM run between the pieces of blocks on NVMe. With
-    `late`, the moments of blocks in DRAM are updated in backward.
+    `late`, the moments of blocks in DRAM are updated in backward. `late_on_nvme` has the numbers of
+    blocks with moments on NVMe that are updated in backward.
     """
     if machine is None:
         machine = cpu_machine(discover())
@@ -199,8 +201,9 @@ def make_plan_of(
     by_block = (0, *kept, 0) if kept else ()
     swept = frozenset(i for i in gpu_swept if model.blocks[i].parameters(True))
     saved = (None, *(_LETTERS.get(letter) for letter in attention), None) if attention else ()
+    on_nvme = frozenset(i for i in late_on_nvme if blocks[i].state is Location.NVME)
     candidate = Candidate(
-        tuple(blocks), rounds, slots, ahead, by_block, swept, saved, interleaved, late
+        tuple(blocks), rounds, slots, ahead, by_block, swept, saved, interleaved, late, on_nvme
     )
     return plan_result(evaluator, candidate).plan
 

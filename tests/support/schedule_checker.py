@@ -109,6 +109,13 @@ def cases(draw: st.DrawFn) -> tuple[PlanEvaluator, Candidate]:
         ),
         interleaved=(interleaved := draw(st.booleans())),
         late=not interleaved and evaluator.inventory.shards == 1 and draw(st.booleans()),
+        late_on_nvme=frozenset(
+            i
+            for i, each in enumerate(locations)
+            if evaluator.inventory.shards == 1
+            and each.state is Location.NVME
+            and draw(st.booleans())
+        ),
     )
     return evaluator, candidate
 
@@ -163,7 +170,9 @@ class ScheduleChecker:
         self.passing: set[tuple[int, int | None]] = set()  # pieces in HBM that the GPU sweeps
         self.swept: set[tuple[int, int | None]] = set()
         self.late: set[tuple[int, int | None]] = set()  # swept without their moments
+        self.swept_in_parts: set[tuple[int, int | None]] = set()  # the same, and moments later
         self.written: set[tuple[int, int | None]] = set()
+        self.moments_written: set[tuple[int, int | None]] = set()
         self.out: set[tuple[int, Role, int]] = set()
         self.ranks = inventory.shards
         self.gathered: set[int] = set()  # blocks with the weights of all ranks in HBM
@@ -188,6 +197,10 @@ class ScheduleChecker:
         assert not self.staged, "staging is empty at the end"
         assert not self.passing, "no states are in HBM at the end"
         assert not self.late, "all moments are updated at the end"
+        for block in range(self.facts.count):
+            if set(self.facts.staged_roles(block)) & set(MOMENTS):
+                swept = {key for key in self.swept if key[0] == block}
+                assert swept <= self.moments_written, "all moments on NVMe are written"
         assert not self.sent, "nothing waits to be sent at the end"
         assert self.met == (self.ranks > 1 and bool(self.computed)), "ranks meet once"
 
@@ -212,12 +225,21 @@ class ScheduleChecker:
         self.staged.remove((op.block, op.piece, op.roles))
 
     def write(self, op: Operation) -> None:
-        assert (op.block, op.piece) in self.swept, "only swept pieces are written"
+        key = (op.block, op.piece)
+        assert key in self.swept, "only swept pieces are written"
         assert Role.GRADIENT not in op.roles, "the sweep does not change gradients"
-        assert any(op.block == b and op.piece == p for b, p, _ in self.staged), (
+        assert any(key == (b, p) and set(op.roles) <= set(roles) for b, p, roles in self.staged), (
             "a write needs staged bytes"
         )
-        self.written.add((op.block, op.piece))
+        if set(op.roles) & set(MOMENTS):
+            assert key not in self.late, "moments are written after their sweep"
+        changed = set(TRAINED)
+        if key in self.swept_in_parts:
+            changed = set(WEIGHTS if op.phase == "forward" else MOMENTS)
+        staged = set(self.facts.staged_roles(op.block)) - {Role.GRADIENT}
+        assert set(op.roles) == staged & changed, "all that a sweep changes is written"
+        self.moments_written |= {key} if set(MOMENTS) & set(op.roles) else set()
+        self.written.add(key)
 
     def sweep(self, op: Operation) -> None:
         assert self.pending
@@ -237,6 +259,7 @@ class ScheduleChecker:
         self.swept.add((op.block, op.piece))
         if op.roles == WEIGHTS:
             self.late.add((op.block, op.piece))
+            self.swept_in_parts.add((op.block, op.piece))
         else:
             assert op.roles == TRAINED, "a sweep updates everything, or the weights first"
 
@@ -244,6 +267,9 @@ class ScheduleChecker:
         assert (op.block, op.piece) in self.late, "moments are updated once, after the weights"
         if self.facts.streams_states(op.block):
             assert self.sweeps_of(op.block) <= self.written, "swept weights are in host memory"
+        if staged := self.facts.staged_roles(op.block):
+            needed = tuple(role for role in staged if role not in WEIGHTS)
+            assert (op.block, op.piece, needed) in self.staged, "moments are in staging"
         assert not any((op.block, Role.GRADIENT, r) in self.out for r in range(op.round + 1)), (
             "moments are updated before the gradient is replaced"
         )

@@ -515,6 +515,10 @@ class Engine:
         weight = _power_of_two_from(items / first) if num_items is None else 1.0
         divisor = round(first * weight) if num_items is None else items
         self.split_model.train(True)
+        if self._pending is not None and self._pending.has_late_pieces:
+            # An earlier step failed. Its moments on NVMe may have been left with refused elements,
+            # which are found in the weights. Only a sweep of everything reads those, too.
+            self.finish()
         step = self._next_step(split, divisor, accumulating=accumulating)
         step.weight = weight
         self._ask_for_token_values(step)

@@ -37,12 +37,18 @@ class PendingUpdate:
     after any step they have ended."""
     late: dict[Swept, list[Ticket[object]]] = field(default_factory=dict)
     """Blocks and pieces whose moments are still to be updated, each with the sweeps of its weights.
-    A block that the GPU sweeps in pieces is here as a whole. While a step runs, only the lanes that
-    sweep it, or offload what was swept, touch an entry, and the second waits for the first."""
+    A block that the GPU sweeps in pieces is here as a whole, so all pieces here have moments on
+    NVMe. While a step runs, only the lanes that sweep it, or offload what was swept, touch an
+    entry, and the second waits for the first."""
     whole: Mapping[str, TensorUpdate] = field(default_factory=dict)
     """Updates of the tensors that are updated as a whole."""
     updated: set[str] = field(default_factory=set)
     """Those of them whose update has been issued."""
+
+    @property
+    def has_late_pieces(self) -> bool:
+        """Whether moments on NVMe are still to be updated: between steps, only after a failure."""
+        return any(piece is not None for _, piece in self.late)
 
     def constants(self, segments: Iterable[Segment]) -> list[Constants]:
         """Return what segments are updated by, in their order."""

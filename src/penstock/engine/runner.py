@@ -232,7 +232,7 @@ class Runner:
         for pipe in self._memory.pipes.values():
             pipe.abandon()
         for at, op in enumerate(step.program.operations):
-            swept = op.verb is Verb.WRITE and (op.block, op.piece) in step.swept_on_cpu
+            swept = op.verb is Verb.WRITE and step.program.read_of[at] in step.swept_in_staging
             if swept and not step.tickets.has(at):
                 self._wait_despite_interrupt(step, partial(self._mover.write_back, step, at, op))
 

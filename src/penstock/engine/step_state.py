@@ -119,9 +119,9 @@ class StepState:
     state_sweeps: dict[tuple[int, int | None], Ticket[object]] = field(default_factory=dict)
     """By block and piece: the sweep on the device of states that are stored in host memory. Written
     by the lane that sweeps them before it posts its ticket, read by the lane that offloads them."""
-    swept_on_cpu: set[tuple[int, int | None]] = field(default_factory=set)
-    """Blocks and pieces that the CPU swept in this step. Written by the sweep lane, read after it
-    has ended."""
+    swept_in_staging: set[int] = field(default_factory=set)
+    """Reads from NVMe whose piece was swept in staging, by their index in the program. Written by
+    the sweep lane, read after it has ended."""
     saved: dict[tuple[int, int, int], SavedForward] = field(default_factory=dict)
     """By round, block and micro-batch: what backward does not recompute. Computing thread only."""
     recorded: set[tuple[int, int, int]] = field(default_factory=set)

@@ -25,6 +25,7 @@ from penstock.engine.transport import Transport
 from penstock.memory.arena import Arena
 from penstock.memory.placement import Node
 from penstock.model.inventory import Inventory
+from penstock.plan.activation_overlay import gradient_order
 from penstock.plan.buffers import activation_slots, micro_nbytes
 from penstock.plan.lifetimes import piece_span
 from penstock.plan.placement import Home
@@ -242,14 +243,15 @@ class TierMemory:
                 ]
 
     def _allocate_gradients(self, arena: Arena, members: list[tuple[Key, Home]]) -> torch.Tensor:
-        """Allocate gradients contiguously in the order of blocks, so activations can overlay them.
+        """Allocate gradients contiguously in their order, so that activations can overlay them.
 
         Returns the bytes of all of them.
         """
         nbytes = sum(home.nbytes for _, home in members)
         whole = arena.tensor(nbytes, torch.uint8, align=EXTENT, name="gradients")
         offset = 0
-        for key, home in members:
+        order = gradient_order(self.plan.placement.blocks)
+        for key, home in sorted(members, key=lambda member: order.index(member[0][0])):
             self._data[key] = whole[offset : offset + home.nbytes]
             offset += home.nbytes
         return whole

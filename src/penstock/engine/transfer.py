@@ -40,7 +40,7 @@ from penstock.optim import sweep
 from penstock.optim.sweep import PreparedSweep
 from penstock.plan.lifetimes import BufferKey, BufferKind, operation_span
 from penstock.plan.schedule import Operation, Verb
-from penstock.roles import STATE, WEIGHTS, Role
+from penstock.roles import MOMENTS, STATE, WEIGHTS, Role
 from penstock.storage.layout import Extent
 from penstock.ticket import Finished, Ticket, TicketGroup
 
@@ -136,7 +136,7 @@ class Mover:
             )  # fmt: skip
             self._sweeps.append(ticket)
             pending.done.add(key)
-            step.swept_on_cpu.add(key)
+            step.swept_in_staging.add(step.program.read_of[at])
             if part == "weights":
                 pending.late[key] = [ticket]
             elif part == "moments":
@@ -185,7 +185,7 @@ class Mover:
             issued = self._device.record()
             self._sweeps.append(issued)
             pending.done.add((op.block, op.piece))
-            step.swept_on_cpu.add((op.block, op.piece))
+            step.swept_in_staging.add(step.program.read_of[at])
         step.device_sweeps.append(refused)
         # A lane that needs the weights can wait for a record on the device, and for a sweep on the
         # CPU on the host only.
@@ -299,13 +299,21 @@ class Mover:
         start, stop, roles = 0, self._owned_elements(op.block), {}
         if op.piece is not None:
             start, stop, _ = self._tiers.piece_span(op.block, op.piece)
-            if step.program.read_of[at] >= 0:  # otherwise it is swept where it is stored
-                roles = self._spans_read_for(step.program, at)
+        staged = step.program.read_of[at] >= 0  # otherwise it is swept where it is stored
+        if staged:
+            roles = self._spans_read_for(step.program, at)
+        # Weights that the sweep does not need are not read from NVMe.
+        unread = WEIGHTS if staged and op.roles == MOMENTS else ()
         for role in SWEPT_ROLES:
             has = self._tiers.has(op.block, role)
             # What is on NVMe is in staging, if the piece has any of it.
-            if has and not self._tiers.on_disk(op.block, role):
+            if has and role not in unread and not self._tiers.on_disk(op.block, role):
                 roles[role] = self._tiers.span(op.block, role)
+        if unread:
+            none = self._memory.staging[:0]
+            roles[Role.WEIGHT] = Span(
+                Role.WEIGHT, none, first + start, stop - start, self._tiers.formats
+            )
         return roles, first + start, first + stop
 
     def _spans_read_for(self, program: Program, at: int) -> dict[Role, Span]:

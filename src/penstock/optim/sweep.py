@@ -70,7 +70,8 @@ class Segment:
     grad: torch.Tensor
     """Gradient: bf16, fp16 or fp32."""
     weight: torch.Tensor
-    """Weight: bf16, fp16 or fp32."""
+    """Weight: bf16, fp16 or fp32. A sweep over moments needs only its type: it may have no
+    elements, and then no rest."""
     rest: torch.Tensor | None = None
     """Rest of the master weight: the int16 remainder for bf16, the fp32 master for fp16, or
     None."""
@@ -198,6 +199,8 @@ class PreparedSweep:
             constants = [(s.by, s.key) for s in self.segments]
         if part != "all":
             _check_part(self.rule, self.segments, constants, part)
+        if part != "moments" or after_refusal:
+            _check_weights(self.segments)
         which = _PART[part]
         if part == "moments" and after_refusal:
             which = _native.SweepPart.checked
@@ -298,11 +301,23 @@ def _check_part(
             )
 
 
+def _check_weights(segments: Sequence[Segment]) -> None:
+    """Raise SweepInputError if a segment has no weights."""
+    for segment in segments:
+        if segment.weight.numel() < segment.grad.numel():
+            raise SweepInputError(
+                f"weight of {segment.name}",
+                f"has {segment.weight.numel()} elements, expected {segment.grad.numel()}: only a "
+                f"sweep over moments, after one that refused nothing, needs no weights",
+            )
+
+
 def _check(rule: RuleName, s: Segment) -> _Kind:
     numel = s.grad.numel()
     _check_tensor(f"grad of {s.name}", s.grad, numel, tuple(_GRAD))
-    _check_tensor(f"weight of {s.name}", s.weight, numel, tuple(_MASTER))
-    rest = rest_dtype(s.weight.dtype)
+    has_weights = s.weight.numel() > 0 or numel == 0
+    _check_tensor(f"weight of {s.name}", s.weight, numel if has_weights else 0, tuple(_MASTER))
+    rest = rest_dtype(s.weight.dtype) if has_weights else None
     _check_role(s, "rest", s.rest, numel, () if rest is None else (rest,))
     moments = _native.MomentType.none
     if s.first is not None or rule != "sgd":

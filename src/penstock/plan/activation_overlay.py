@@ -8,7 +8,7 @@ the gradients of earlier blocks, and needs no memory of its own. The same is tru
 returned, which exists from the block's own forward to its own backward.
 
 A block whose moments are updated in backward (`BlockPlacement.late_moments`) needs its gradient
-until then, so nothing is stored in its memory, nor in the gradients that follow it on the node:
+until then, so nothing is stored in its memory. Such gradients follow all others on their node:
 what is overlaid is contiguous.
 
 With several rounds, or when calls accumulate gradients, gradients exist all the time and nothing
@@ -38,7 +38,7 @@ class OverlaidActivation(NamedTuple):
     """The NUMA node; None for HBM."""
 
     offset: int
-    """Offset in bytes, counted through the gradients on that node in block order."""
+    """Offset in bytes, counted through the gradients on that node in `gradient_order`."""
 
 
 def _only_share(home: Home | None, tiers: tuple[Tier, ...] = HOST) -> Share | None:
@@ -62,7 +62,6 @@ def overlaid_activations(
         return overlaid
     available: dict[int | None, int] = {}  # by node: bytes of earlier blocks' gradients
     used: dict[int | None, int] = {}
-    closed: set[int | None] = set()  # nodes with a gradient that is in use all the time
     for index, block in enumerate(blocks):
         for role in PASSING:
             device = in_hbm and role is Role.ATTENTION
@@ -74,11 +73,14 @@ def overlaid_activations(
                     used[share.node] = offset + share.nbytes
         # Only later blocks may use this block's gradient, so it is added last.
         share = _only_share(block.home(Role.GRADIENT), (*HOST, Tier.HBM))
-        if share is not None and block.late_moments:
-            closed.add(share.node)
-        elif share is not None and share.node not in closed:
+        if share is not None and not block.late_moments:
             available[share.node] = available.get(share.node, 0) + share.nbytes
     return overlaid
+
+
+def gradient_order(blocks: Sequence[BlockPlacement]) -> list[int]:
+    """Return the blocks in the order in which the gradients of one node are stored."""
+    return sorted(range(len(blocks)), key=lambda index: blocks[index].late_moments)
 
 
 def overlaid_nbytes(

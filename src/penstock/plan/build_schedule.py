@@ -6,6 +6,8 @@ head, then backward through the blocks.
 
 from __future__ import annotations
 
+from collections import deque
+
 from penstock.model.inventory import Inventory
 from penstock.plan.placement import Placement
 from penstock.plan.placement_index import Passes, PlacementIndex, WeightWindow
@@ -154,8 +156,13 @@ class _ScheduleBuilder:
         """Last computation of each block."""
         self.swept: dict[int, tuple[int, ...]] = {}
         """Sweeps of each block."""
-        self.late: dict[int, int] = {}
-        """Sweep of the moments of each block whose weights were swept before."""
+        self.late: dict[int, tuple[int, ...]] = {}
+        """Sweeps of the moments of each block whose weights were swept before."""
+        self.late_pieces: deque[tuple[int, int, int]] = deque()
+        """Pieces with moments on NVMe that are still to be swept, in the order in which backward
+        replaces their gradients: the block, the piece, and the sweep of its weights."""
+        self.late_count = 0
+        """Number of such pieces in the whole step."""
         self.updated: dict[int, tuple[int, ...]] = {}
         """What has updated the weights of each block that is resident in HBM."""
         self.summed: dict[int, int] = {}
@@ -210,6 +217,7 @@ class _ScheduleBuilder:
         self.head(round)
         if round == 0:
             self.sweep_late_moments()
+        self.sweep_late_pieces(self.index.count - 1)
         self.offload_gradient(self.index.count - 1, round)
         self.layers_backward(round)
 
@@ -224,6 +232,7 @@ class _ScheduleBuilder:
             waits += self.in_hbm(i, Role.ACTIVATION) + self.in_hbm(i, Role.ATTENTION)
             blocks = self.index.adds_to(i)
             self.compute(Verb.BACKWARD, i, "backward", round, waits + self.sums_so_far(blocks))
+            self.sweep_late_pieces(i)
             self.exchange(blocks, i, round)
             self.drop(i, Role.ACTIVATION, "backward", round)
             self.drop(i, Role.ATTENTION, "backward", round)
@@ -346,15 +355,49 @@ class _ScheduleBuilder:
     def sweep_late_moments(self) -> None:
         """Append the sweeps of moments, in the order in which backward replaces the gradients.
 
-        They follow all sweeps of weights on their lane, so they never delay a forward pass.
+        They follow all sweeps of weights on their lane, so they never delay a forward pass. Those
+        of moments on NVMe are only noted here: `sweep_late_pieces` appends them.
         """
-        for block in reversed(self.swept):
-            if self.operations[self.swept[block][0]].roles == WEIGHTS:
+        for block in sorted(self.swept, reverse=True):
+            if self.operations[self.swept[block][0]].roles != WEIGHTS:
+                continue
+            if self.index.staged_roles(block):
+                pieces = enumerate(self.swept[block])
+                self.late_pieces.extend((block, piece, swept) for piece, swept in pieces)
+            else:
                 self.sweep_moments(block, "backward")
+        self.late_count = len(self.late_pieces)
 
     def sweep_moments(self, block: int, phase: Phase) -> None:
         """Append the sweep of a block's moments on the CPU, after that of its weights."""
-        self.late[block] = self.emit(Verb.SWEEP, block, MOMENTS, phase, after=self.swept[block])
+        swept = self.emit(Verb.SWEEP, block, MOMENTS, phase, after=self.swept[block])
+        self.late[block] = (swept,)
+
+    def sweep_late_pieces(self, block: int) -> None:
+        """Append the sweeps of moments on NVMe that run while backward computes a block.
+
+        Reads of weights and gradients for later blocks wait behind these reads, so they are spread
+        over backward. They end before its last quarter, or the step would wait for their writes.
+        This block's own come first of all, because its new gradient is about to replace the old.
+        """
+        count = self.index.count
+        left = self.late_count * max(0, 4 * block - count) // (3 * count)
+        while self.late_pieces and (
+            len(self.late_pieces) > left or self.late_pieces[0][0] >= block
+        ):
+            self.sweep_late_piece(*self.late_pieces.popleft())
+
+    def sweep_late_piece(self, block: int, piece: int, after: int) -> None:
+        """Append read, sweep and write of one piece's moments, after the sweep of its weights."""
+        self.release("backward", 0, keep=self.index.placement.pieces_staged - 1)
+        staged = self.index.staged_roles(block)
+        reads = tuple(role for role in staged if role not in WEIGHTS)
+        read = self.emit(Verb.READ, block, reads, "backward", piece=piece)
+        swept = self.emit(Verb.SWEEP, block, MOMENTS, "backward", piece=piece, after=(read, after))
+        back = tuple(role for role in staged if role in MOMENTS)
+        write = self.emit(Verb.WRITE, block, back, "backward", piece=piece, after=(swept,))
+        self.staged.append((self.operations[read], (write,)))
+        self.late[block] = (*self.late.get(block, ()), swept)
 
     def sweep_staged(self, block: int, staged: tuple[Role, ...]) -> tuple[int, ...]:
         """Append the sweep of a block that passes through staging, and return its indices.
@@ -386,10 +429,12 @@ class _ScheduleBuilder:
     def sweep_piece(self, block: int, piece: int, staged: tuple[Role, ...]) -> int:
         """Append read, sweep, write and fetch of one piece, and return the sweep's index."""
         self.release("forward", 0, keep=self.index.placement.pieces_staged - 1)
+        late = self.divides_sweeps and self.index.has_late_moments(block)
+        roles = WEIGHTS if late else TRAINED
         read = self.emit(Verb.READ, block, staged, "forward", piece=piece)
-        swept = self.emit(Verb.SWEEP, block, TRAINED, "forward", piece=piece, after=(read,))
+        swept = self.emit(Verb.SWEEP, block, roles, "forward", piece=piece, after=(read,))
         users: tuple[int, ...] = (swept,)
-        back = tuple(role for role in staged if role is not Role.GRADIENT)
+        back = tuple(role for role in staged if role in roles and role is not Role.GRADIENT)
         if back:
             users = (self.emit(Verb.WRITE, block, back, "forward", piece=piece, after=users),)
         if Role.WEIGHT in staged and self.fetches:
@@ -497,7 +542,7 @@ class _ScheduleBuilder:
         """Append the offload of a block's gradient, unless it is stored in HBM."""
         if self.gradient_leaves(block):
             # The sweep of the moments still reads the gradient of the previous step.
-            after = (self.summed[block], *((self.late[block],) if block in self.late else ()))
+            after = (self.summed[block], *self.late.get(block, ()))
             at = self.emit(Verb.OFFLOAD, block, (Role.GRADIENT,), "backward", round, after=after)
             self.offloaded[block, Role.GRADIENT] = at
             self.fetched.pop((block, Role.GRADIENT), None)  # the offload now owns its buffer

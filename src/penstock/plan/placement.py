@@ -91,8 +91,8 @@ class BlockPlacement:
 
     late_moments: bool = False
     """Whether the sweep before the block's forward updates the weights only. The CPU updates the
-    moments before backward replaces the gradient, while host memory is less busy. Until then, the
-    memory of the gradient is in use. False in plans of earlier versions."""
+    moments before backward replaces the gradient, while host memory and disks are less busy. Until
+    then, the memory of the gradient is in use. False in plans of earlier versions."""
 
     kept: int = 0
     """Number of micro-batches of each round, the first ones, for which everything that the layer's

@@ -38,7 +38,7 @@ from penstock.plan.staging import choose_staging_node
 from penstock.plan.working_memory import WorkingMemory
 from penstock.plan.workload import Workload
 from penstock.records import Bytes
-from penstock.roles import EXTENT, PASSING, STATE, SWEEP_LEAF, TRAINED, Role
+from penstock.roles import EXTENT, MOMENTS, PASSING, STATE, SWEEP_LEAF, TRAINED, Role
 from penstock.tiers import Tier
 from penstock.units import format_bytes
 
@@ -338,16 +338,27 @@ class Plan:
                 where,
                 "is true, which needs AdamW, a single rank, and a loss that Penstock computes",
             )
-        trained = [home for home in placed.homes if home.role in TRAINED]
-        in_host = not any(home.on(Tier.HBM) or home.on(Tier.NVME) for home in trained)
-        if placed.sweep == "none" or not in_host or placed.is_split:
+        trained = [role for role in TRAINED if placed.home(role) is not None]
+        in_hbm = any(placed.touches(role, Tier.HBM) for role in trained)
+        on_nvme = any(placed.touches(role, Tier.NVME) for role in trained)
+        if placed.sweep == "none" or in_hbm or placed.is_split:
             raise PlanError(
                 where,
-                f"is true, so all that is trained of {placed.block} must be in dram and cxl, where "
-                f"the CPU updates its moments",
+                f"is true, so nothing that is trained of {placed.block} may be in HBM: the CPU "
+                f"updates its moments",
             )
-        if self.placement.sweeps_interleaved:
-            raise PlanError(where, "is true, so placement.sweeps_interleaved must be false")
+        if on_nvme and not all(placed.all_on(role, Tier.NVME) for role in MOMENTS):
+            raise PlanError(
+                where,
+                f"is true, so the moments of {placed.block} must be on nvme, or all that is "
+                f"trained of it in dram and cxl",
+            )
+        if self.placement.sweeps_interleaved and not on_nvme:
+            raise PlanError(
+                where,
+                f"is true, so placement.sweeps_interleaved must be false: {placed.block} is in "
+                f"host memory",
+            )
 
     def _check_kept(self, inventory: Inventory, number: int) -> None:
         """Raise PlanError if a block cannot keep what its forward pass saves."""

@@ -13,11 +13,13 @@ sweep therefore runs just before the block's forward. That is exact even with cl
 the norm of all gradients, and it hides the sweep behind compute. Sweeps over host memory may run
 earlier, between the pieces of a block on NVMe (`Placement.sweeps_interleaved`).
 
-A sweep over host memory may be divided in two: the weights before the block's forward, and the
-moments before its backward replaces the gradient (`BlockPlacement.late_moments`). The first part
-reads and writes 18 bytes per parameter instead of 26 with fp32 moments, at the time when compute
-waits for sweeps. The second one runs on the CPU while host memory is mostly idle. If the GPU makes
-the first part, it computes both, and the moments are not offloaded.
+A sweep on the CPU may be divided in two: the weights before the block's forward, and the moments
+before its backward replaces the gradient (`BlockPlacement.late_moments`). The first part reads and
+writes 18 bytes per parameter instead of 26 with fp32 moments, at the time when compute waits for
+sweeps. The second one runs while host memory is mostly idle. If the GPU makes the first part, it
+computes both, and the moments are not offloaded. If the moments are on NVMe, the first part reads
+them and does not write them back; the second one reads them again, at a time when the disk has
+little else to do.
 
 Several ranks run one list. Each of them fetches and sweeps its own shard of a block, and computes
 its own micro-batches. Weights are gathered before a block computes, and gradients are exchanged

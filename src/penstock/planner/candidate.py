@@ -120,6 +120,9 @@ class Candidate:
     """Whether the moments of all blocks in host memory are updated in backward: see
     `BlockPlacement.late_moments`."""
 
+    late_on_nvme: frozenset[int] = frozenset()
+    """Blocks with moments on NVMe that are updated in backward, too."""
+
     # Candidates are keys of several caches, and the locations of a large model take long to hash.
     _hash: int = field(init=False, repr=False, compare=False)
 
@@ -128,6 +131,7 @@ class Candidate:
             (
                 *(self.locations, self.rounds, self.slots, self.ahead, self.kept),
                 *(self.gpu_swept, self.attention, self.interleaved, self.late),
+                self.late_on_nvme,
             )
         )
         object.__setattr__(self, "_hash", value)
@@ -137,7 +141,8 @@ class Candidate:
 
     def has_late_moments(self, block: int) -> bool:
         """Return whether the moments of a block are updated in backward."""
-        return self.late and self.locations[block].trained_in_host_memory
+        in_host_memory = self.late and self.locations[block].trained_in_host_memory
+        return block in self.late_on_nvme or in_host_memory
 
     def moved(self, changes: dict[int, BlockLocations]) -> Candidate:
         """Return a copy with other locations for some blocks."""

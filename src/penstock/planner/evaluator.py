@@ -327,6 +327,10 @@ class PlanEvaluator:
             self._shortages[candidate] = short
         return self._shortages[candidate]
 
+    def fits_exactly(self, candidate: Candidate) -> bool:
+        """Return whether a candidate fits to the byte."""
+        return not (self._excess(self.total_nbytes(candidate)) or self._drive_shortage(candidate))
+
     def exact_shortage(self, candidate: Candidate) -> dict[Tier, int]:
         """Return the shortage to the byte, and reserve that much from now on.
 
@@ -649,7 +653,7 @@ class QuickSizer:
             locations = tuple(map(_in_hbm_or_dram, candidate.locations))
             others = replace(
                 candidate, locations=locations, kept=(), gpu_swept=frozenset(), attention=(),
-                late=False,
+                late=False, late_on_nvme=frozenset(),
             )  # fmt: skip
             placement = self.placement(others)
             pools = plan_pools(

@@ -350,9 +350,8 @@ def sweep_lines(result: PlanResult) -> list[str]:
         )
     if late:
         lines.append(
-            f"optimizer sweep: before forward, only the weights of {late} of {both} blocks in host "
-            f"memory are updated; the CPU updates their moments in backward ({cpu} of the CPU in "
-            f"all)"
+            f"optimizer sweep: before forward, only the weights of {late} of {both} blocks outside "
+            f"HBM are updated; the CPU updates their moments in backward ({cpu} of the CPU in all)"
         )
     return lines
 

@@ -26,7 +26,7 @@ from penstock.planner.initial_candidates import (
     spread,
 )
 from penstock.planner.kept_layers import keep_layers
-from penstock.planner.late_moments import update_moments_late
+from penstock.planner.late_moments import update_moments_late, update_moments_on_nvme_late
 from penstock.planner.saved_attention import save_attention
 from penstock.planner.sweep_order import interleave_sweeps
 from penstock.planner.sweep_sides import share_sweeps
@@ -122,7 +122,10 @@ def _use_what_is_idle(
             # Blocks leave HBM to make room for states, which need less than a whole block.
             shared = save_attention(evaluator, shared, exact=exact)
         kept = shared
-    return interleave_sweeps(evaluator, kept, exact=exact)
+    kept = interleave_sweeps(evaluator, kept, exact=exact)
+    if effort.late_moments:
+        kept = update_moments_on_nvme_late(evaluator, kept, exact=exact)
+    return kept
 
 
 MakeEvaluator = Callable[[DriveWeights | None], PlanEvaluator]

@@ -146,9 +146,7 @@ def _first_that_fits(
 ) -> Candidate:
     """Return the first that fits to the byte and is faster with pieces of the planned size."""
     for candidate in candidates:
-        needed = evaluator.total_nbytes(candidate)
-        fits = all(needed[tier] <= evaluator.capacity(tier) for tier in needed)
         enough = GAIN * evaluator.exact_score(without)
-        if fits and evaluator.exact_score(candidate) < enough:
+        if evaluator.fits_exactly(candidate) and evaluator.exact_score(candidate) < enough:
             return candidate
     return without

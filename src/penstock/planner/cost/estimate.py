@@ -319,6 +319,12 @@ def _required_work(builder: JobBuilder, block: int) -> _RequiredWork:
             before.append(Operation(Verb.FETCH, block, TRAINED, "forward", gpu=True))
             before.append(Operation(Verb.OFFLOAD, block, at.swept_on_gpu, "forward", gpu=True))
         before.append(Operation(Verb.READ, block, staged, "forward"))
+        if at.late_moments and staged:
+            late = tuple(role for role in staged if role not in WEIGHTS)
+            either.append(Operation(Verb.READ, block, late, "backward"))
+            moments = tuple(role for role in back if role in MOMENTS)
+            either.append(Operation(Verb.WRITE, block, moments, "backward"))
+            back = tuple(role for role in back if role in WEIGHTS)
         write.append(Operation(Verb.WRITE, block, back, "forward"))
     if at.home(Role.WEIGHT):
         before.append(Operation(Verb.FETCH, block, (Role.WEIGHT,), "forward"))

@@ -262,9 +262,10 @@ class JobBuilder:
         )
         demands = Demands(self.rates, self.ranks)
         for role, share, nbytes in traffic.stored_parts(operation):
-            assert share.node is not None, "parts are swept in host memory only"
             written = nbytes if writes(operation, role) else 0.0
-            demands.memory(share.node, read=nbytes, write=written)
+            node = in_staging(share, self.rates).node
+            assert node is not None, "parts are swept in host memory only"
+            demands.memory(node, read=nbytes, write=written)
         sweeping = {
             resource: seconds * of_part / of_whole
             for resource, seconds in self._traffic_demands(whole).items()
