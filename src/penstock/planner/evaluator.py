@@ -135,6 +135,7 @@ class PlanEvaluator:
     """Number of operations of all candidates timed so far."""
 
     _seconds: dict[Candidate, float] = field(init=False, default_factory=dict)
+    _exact_scores: dict[Candidate, float] = field(init=False, default_factory=dict)
     _shortages: dict[Candidate, dict[Tier, int]] = field(init=False, default_factory=dict)
     _stored: dict[Candidate, Counter[Tier]] = field(init=False, default_factory=dict)
     _latest_schedule: tuple[Candidate, Schedule] | None = field(init=False, default=None)
@@ -457,8 +458,11 @@ class PlanEvaluator:
 
     def exact_score(self, candidate: Candidate) -> float:
         """Return the score with pieces of the planned size."""
-        seconds = self.cost(candidate).step_seconds
-        return seconds + WEAR * self.stored_nbytes(candidate)[Tier.NVME]
+        if candidate not in self._exact_scores:
+            seconds = self.cost(candidate).step_seconds
+            worn = WEAR * self.stored_nbytes(candidate)[Tier.NVME]
+            self._exact_scores[candidate] = seconds + worn
+        return self._exact_scores[candidate]
 
     # From locations to placements.
 

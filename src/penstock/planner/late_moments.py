@@ -24,8 +24,8 @@ GAIN = 0.99
 PARTS = 6
 """How many numbers of blocks on NVMe are tried, up to all of them."""
 
-CLOSE = 1.03
-"""Candidates within this factor of the best are compared with pieces of the planned size."""
+COMPARED = 3
+"""How many of them are timed again, with pieces of the planned size."""
 
 
 def update_moments_late(
@@ -59,11 +59,10 @@ def update_moments_on_nvme_late(
     wanted = (frozenset(blocks[:count]) for count in sorted(counts) if blocks[:count])
     choices = [_with_room(evaluator, replace(candidate, late_on_nvme=late)) for late in wanted]
     score = evaluator.exact_score if exact else evaluator.score
-    best = min(map(evaluator.score, choices), default=math.inf)
-    if best > GAIN * evaluator.score(candidate):
+    if min(map(evaluator.score, choices), default=math.inf) > GAIN * evaluator.score(candidate):
         return candidate
     # Coarse pieces are wrong by a few percent, so what is close is timed again.
-    close = (late for late in choices if evaluator.score(late) < CLOSE * best)
+    close = sorted(choices, key=evaluator.score)[:COMPARED]
     for late in sorted(close, key=score):
         if not exact or evaluator.fits_exactly(late):
             return late if score(late) <= GAIN * score(candidate) else candidate
