@@ -10,7 +10,7 @@ from torch import nn
 from transformers import BartConfig, BloomConfig, LlamaConfig, LlamaForCausalLM, PhiConfig
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from penstock.errors import UnsupportedModelError
+from penstock.errors import SurveyError, UnsupportedModelError
 from penstock.model import parameter_flow
 from penstock.model.inventory import Inventory
 from penstock.model.meta_model import check_trainable
@@ -158,6 +158,90 @@ def test_a_model_whose_layers_return_tuples_has_its_blocks_found() -> None:
 def test_computing_between_layers_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="between layers 0 and 1"):
         check_trainable(inventory_of(ScaledBetweenLayers()))
+
+
+def add_spectral_norm(model: Any) -> None:
+    nn.utils.parametrizations.spectral_norm(model.model.layers[1].mlp.down_proj)
+
+
+def add_spectral_norm_to_the_head(model: Any) -> None:
+    nn.utils.parametrizations.spectral_norm(model.lm_head)
+
+
+def add_batch_norm(model: Any) -> None:
+    model.model.layers[0].mlp = nn.Sequential(model.model.layers[0].mlp, nn.BatchNorm1d(2))
+
+
+def add_batch_norm_without_statistics(model: Any) -> None:
+    norm = nn.BatchNorm1d(2, track_running_stats=False)
+    model.model.layers[0].mlp = nn.Sequential(model.model.layers[0].mlp, norm)
+
+
+class Counter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.calls = self.calls + 1
+        return hidden * self.calls
+
+
+def add_counter(model: Any) -> None:
+    model.model.layers[1].mlp = nn.Sequential(model.model.layers[1].mlp, Counter())
+
+
+def change_the_input(model: Any) -> None:
+    model.model.layers[1].input_layernorm.forward = lambda hidden: hidden.mul_(2)
+
+
+def limit_the_norm_of_embeddings(model: Any) -> None:
+    model.model.embed_tokens.max_norm = 0.1
+
+
+def scale_gradients_by_frequency(model: Any) -> None:
+    model.model.embed_tokens.scale_grad_by_freq = True
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (add_spectral_norm, r"changes model\.layers\.1\.mlp\.down_proj.*\._u"),
+        (add_spectral_norm_to_the_head, r"changes lm_head.*\._u"),
+        (add_batch_norm, r"changes model\.layers\.0\.mlp\.1\.num_batches_tracked"),
+        (add_batch_norm_without_statistics, r"layers\.0\.mlp\.1 is a BatchNorm"),
+        (add_counter, r"changes model\.layers\.1\.mlp\.1\.calls"),
+        (change_the_input, r"changes the input of model\.layers\.1"),
+        (limit_the_norm_of_embeddings, r"changes model\.embed_tokens\.weight"),
+        (scale_gradients_by_frequency, "has scale_grad_by_freq"),
+    ],
+)
+def test_a_forward_pass_that_changes_tensors_or_needs_the_whole_batch_is_refused(
+    change: Any, reason: str
+) -> None:
+    model = LlamaForCausalLM(CONFIG).eval()  # as from_pretrained returns it
+    change(model)
+    with pytest.raises((UnsupportedModelError, SurveyError), match=reason):
+        check_trainable(inventory_of(model))
+    assert not model.training
+
+
+@pytest.mark.parametrize("name", ["model.norm", "model.layers.1.input_layernorm"])
+def test_a_layer_that_shares_a_parameter_is_refused(name: str) -> None:
+    model = LlamaForCausalLM(CONFIG)
+    model.get_submodule(name).weight = model.model.layers[0].input_layernorm.weight
+    with pytest.raises(UnsupportedModelError, match=rf"layers share parameters.*{name}"):
+        check_trainable(inventory_of(model))
+
+
+def test_a_head_whose_matrix_is_computed_has_the_parameters_that_it_is_computed_from() -> None:
+    model = LlamaForCausalLM(CONFIG)
+    nn.utils.parametrizations.weight_norm(model.lm_head)
+    inventory = inventory_of(model)
+    assert names(inventory, -1)[-2:] == [
+        "lm_head.parametrizations.weight.original0", "lm_head.parametrizations.weight.original1"
+    ]  # fmt: skip
+    check_trainable(inventory)
 
 
 def test_a_survey_leaves_a_live_model_as_it_was() -> None:

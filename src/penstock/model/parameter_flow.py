@@ -39,6 +39,10 @@ _SHAPE_ONLY = frozenset(
 )  # fmt: skip
 
 
+class StateChangedError(Exception):
+    """A forward pass changes a tensor of the model, or the input of a layer."""
+
+
 @dataclass(frozen=True, slots=True)
 class ParameterFlow:
     """Which parameters reach the first layer, and which the logits, by name."""
@@ -84,11 +88,15 @@ class ParameterFlow:
 def trace_parameters(body: nn.Module, path: str, hidden: int) -> ParameterFlow:
     """Run what is around the layers at `path`, and return which parameters it uses.
 
-    The model may be on any device; it is as before afterwards.
+    The model may be on any device; it is as before afterwards. Raises StateChangedError if a
+    forward pass in training changes a parameter, a buffer or the input of a layer: backward runs
+    layers again, and micro-batches run them more often than a whole batch.
     """
     restore = remember_model(body)
     try:
-        return _trace(body, path, hidden)
+        with torch.random.fork_rng(devices=[]):  # modules such as dropout draw numbers
+            body.train()
+            return _trace(body, path, hidden)
     finally:
         restore()
 
@@ -99,8 +107,9 @@ def _trace(body: nn.Module, path: str, hidden: int) -> ParameterFlow:
     layers: Any = body.get_submodule(path)
     probes = LayerProbes(body, path)
     probes.install()
-    parameters = _replace_tensors(body)
+    parameters, fixed = _replace_tensors(body)
     with _Dependencies() as flow, torch.enable_grad():
+        flow.fix(fixed)
         for name, parameter in parameters.items():
             flow.mark(parameter, frozenset((name,)))
         ids = torch.zeros(1, TOKENS, dtype=torch.int64)
@@ -124,7 +133,7 @@ def _trace(body: nn.Module, path: str, hidden: int) -> ParameterFlow:
         out = probes.run_head(output, lambda: body(**inputs))
         head = flow.names(out.logits)
         gradients |= _differentiate(out.logits, parameters)
-        unused = _unused_in_layers(path, layers, calls, output)
+        unused = _unused_in_layers(path, layers, calls, output, flow)
     return ParameterFlow(
         embedding=embedding,
         head=head - {_EMBEDDINGS},
@@ -137,30 +146,51 @@ def _trace(body: nn.Module, path: str, hidden: int) -> ParameterFlow:
 
 _EMBEDDINGS = "the input embeddings"
 
+CHANGED = (
+    "its forward pass changes {name}. Penstock runs a layer again in its backward pass, and once "
+    "for each micro-batch, so results would not be those of one call. Modules that keep running "
+    "statistics, such as BatchNorm and spectral_norm, cannot be trained, and a layer must not "
+    "change its input in place"
+)
+
 
 def _unused_in_layers(
-    path: str, layers: Sequence[nn.Module], calls: Sequence[Arguments], source: torch.Tensor
-) -> frozenset[str]:
+    path: str, layers: Sequence[nn.Module], calls: Sequence[Arguments], source: torch.Tensor,
+    flow: _Dependencies,
+) -> frozenset[str]:  # fmt: skip
     """Return the parameters of layers that get no gradient. Layers of one kind run once."""
     found: dict[object, list[str]] = {}
     unused = set()
     for index, (code, layer) in enumerate(zip(layer_kinds(layers), layers, strict=True)):
         kind = code, tuple(name for name, _ in layer.named_parameters())
         if kind not in found:
-            found[kind] = _unused_parameters(layer, calls[index], source)
+            found[kind] = _unused_parameters(layer, calls[index], source, flow, f"{path}.{index}")
         unused |= {f"{path}.{index}.{name}" for name in found[kind]}
     return frozenset(unused)
 
 
-def _unused_parameters(layer: nn.Module, call: Arguments, source: torch.Tensor) -> list[str]:
-    parameters = _replace_tensors(layer)
+def _unused_parameters(
+    layer: nn.Module, call: Arguments, source: torch.Tensor, flow: _Dependencies, path: str
+) -> list[str]:
+    parameters, fixed = _replace_tensors(layer, path)
+    flow.fix({f"the input of {path}": source, **fixed})
     try:
         out: Any = layer(source, *call[0], **call[1])
+        _check_buffers(layer, path, fixed)
+    except StateChangedError:
+        raise
     except Exception:  # two tokens, or zeros, are not enough for some mixers
         return []
     output: torch.Tensor = out[0] if isinstance(out, tuple | list) else out
     gradients = _differentiate(output, parameters)
     return [name for name in parameters if name not in gradients]
+
+
+def _check_buffers(layer: nn.Module, path: str, before: Mapping[str, torch.Tensor]) -> None:
+    """Raise StateChangedError if a layer has put other tensors in the place of its buffers."""
+    for name, buffer in layer.named_buffers(prefix=path, remove_duplicate=False):
+        if before.get(name) is not buffer:
+            raise StateChangedError(CHANGED.format(name=name))
 
 
 def _find_problem(probes: LayerProbes, head: frozenset[str]) -> str:
@@ -178,24 +208,32 @@ def _find_problem(probes: LayerProbes, head: frozenset[str]) -> str:
     return ""
 
 
-def _replace_tensors(body: nn.Module) -> dict[str, nn.Parameter]:
-    """Replace parameters and buffers by zeros without memory; return the parameters by name."""
+def _replace_tensors(
+    body: nn.Module, prefix: str = ""
+) -> tuple[dict[str, nn.Parameter], dict[str, torch.Tensor]]:
+    """Replace parameters and buffers by zeros without memory.
+
+    Returns the parameters by name, and all tensors by their name with the prefix.
+    """
     stand_ins: dict[int, nn.Parameter] = {}
     named: dict[str, nn.Parameter] = {}
+    every: dict[str, torch.Tensor] = {}
     for path, module in body.named_modules():
+        start = ".".join(part for part in (prefix, path) if part)
         for leaf, parameter in module._parameters.items():
             if parameter is not None:
                 known = id(parameter) in stand_ins
                 new = stand_ins.setdefault(
                     id(parameter), nn.Parameter(_zeros(parameter).data, requires_grad=True)
                 )
-                module._parameters[leaf] = new
+                every[f"{start}.{leaf}" if start else leaf] = module._parameters[leaf] = new
                 if not known:
                     named[f"{path}.{leaf}" if path else leaf] = new
         for leaf, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[leaf] = _zeros(buffer)
-    return named
+                stand_in = module._buffers[leaf] = _zeros(buffer)
+                every[f"{start}.{leaf}" if start else leaf] = stand_in
+    return named, every
 
 
 def _zeros(like: torch.Tensor) -> torch.Tensor:
@@ -220,8 +258,29 @@ class _Dependencies(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._names: dict[int, frozenset[str]] = {}  # by storage, which views share
         self._kept: list[torch.Tensor] = []  # a storage's address is reused once it is freed
+        self._fixed: dict[int, str] = {}  # names of tensors that may not change, by storage
         self.values_read = False
         """Whether the code read a value that depends on a parameter, to decide what to do."""
+
+    def fix(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Let operations that write to these tensors raise StateChangedError from now on."""
+        for name, tensor in tensors.items():
+            self._kept.append(tensor)
+            self._fixed[tensor.untyped_storage()._cdata] = name
+
+    def _check_writes(self, func: Any, args: Any, kwargs: Any) -> None:
+        if func is _aten.set_.source_Tensor and _share_memory(*args):
+            return  # torch does this when it registers a parametrization, as PEFT does in a call
+        for index, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            for each in tree_leaves(value):
+                if not isinstance(each, torch.Tensor):
+                    continue
+                name = self._fixed.get(each.untyped_storage()._cdata)
+                if name is not None:
+                    raise StateChangedError(CHANGED.format(name=name))
 
     def mark(self, tensor: torch.Tensor, names: frozenset[str]) -> None:
         """Note that a tensor depends on parameters, in addition to those noted before."""
@@ -238,6 +297,7 @@ class _Dependencies(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self._check_writes(func, args, kwargs)
         names = self.names((args, kwargs))
         if names and func is _aten._local_scalar_dense.default:
             self.values_read = True
@@ -247,6 +307,10 @@ class _Dependencies(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if isinstance(each, torch.Tensor):
                     self.mark(each, names)
         return out
+
+
+def _share_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return bool(tensor.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 def _compute(func: Any, args: Any, kwargs: Any) -> Any:

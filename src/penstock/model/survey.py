@@ -102,13 +102,14 @@ def survey_model(
     """
     path, layers = _find_layers(body, blocks)
     flow, problem = _trace_parameters(body, path, config)
-    tensors = _TensorsByBlock(body, path, len(layers), freeze, flow)
+    tensors = _TensorsByBlock(body, path, len(layers), freeze, flow, problem)
     embedding, head = tensors.embedding(), tensors.head()
     layer_blocks = [tensors.layer(i, config) for i in range(len(layers))]
     found = (embedding, *layer_blocks, head)
     trained = [t.name for block in found for t in block.tensors if t.trainable]
     if flow is not None:
         problem = _find_cross_attention(layers, path, trained, flow) or flow.refusal(trained)
+    problem = problem or _find_batch_statistics(body)
     inventory = Inventory(
         model=name,
         architecture=type(body).__name__,
@@ -136,6 +137,21 @@ def _find_cross_attention(
     return ""
 
 
+def _find_batch_statistics(body: nn.Module) -> str:
+    """Say which module computes with the whole batch, which Penstock splits; empty if none does."""
+    from torch import nn
+
+    for name, module in body.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            return f"{name} is a BatchNorm, which mixes the sequences of a batch"
+        if isinstance(module, nn.Embedding) and module.scale_grad_by_freq:
+            return (
+                f"{name} has scale_grad_by_freq, with which the gradient of a token depends on how "
+                f"often the whole batch has it; Penstock computes micro-batches separately"
+            )
+    return ""
+
+
 def _persistent_buffers(body: nn.Module) -> tuple[TensorSpec, ...]:
     parameters = {name for name, _ in body.named_parameters(remove_duplicate=False)}
     return tuple(
@@ -147,10 +163,12 @@ def _persistent_buffers(body: nn.Module) -> tuple[TensorSpec, ...]:
 
 def _trace_parameters(body: nn.Module, path: str, config: Any) -> tuple[ParameterFlow | None, str]:
     """Return what runs around the layers, or None and why it is not known."""
-    from penstock.model.parameter_flow import trace_parameters
+    from penstock.model.parameter_flow import StateChangedError, trace_parameters
 
     try:
         return trace_parameters(body, path, int(config.hidden_size)), ""
+    except StateChangedError as problem:
+        return None, str(problem)
     except Exception as problem:  # the model's own code may raise any exception
         return None, (
             f"its embedding and its head cannot be run without its layers: "
@@ -213,8 +231,10 @@ class _TensorsByBlock:
         count: int,
         freeze: Sequence[str],
         flow: ParameterFlow | None,
+        problem: str,
     ) -> None:
         self.body, self.path, self.freeze, self.flow = body, path, freeze, flow
+        self._problem = problem  # why there is no flow
         self.first_name: dict[int, str] = {}  # a shared tensor is known by its first name
         self._shared: list[tuple[str, str]] = []
         in_layers: dict[int, dict[str, Any]] = {i: {} for i in range(count)}
@@ -234,9 +254,12 @@ class _TensorsByBlock:
         self._linear = _linear_weights(body)
 
     def shared_by_layers(self) -> str:
-        """Say which tensor two layers share; empty if none does."""
+        """Say which tensor a layer shares with another, or with what is around the layers."""
+        start = f"{self.path}."
         for first, other in self._shared:
-            if all(name.startswith(f"{self.path}.") for name in (first, other)):
+            if not any(name.startswith(start) for name in (first, other)):
+                continue
+            if _part_of(first, start) != _part_of(other, start):
                 return (
                     f"{LAYERS_SHARE}: {first} is also {other}. Penstock loads and "
                     f"trains the parameters of each layer separately"
@@ -282,7 +305,7 @@ class _TensorsByBlock:
         """Return the head, which borrows the embedding's table if the two are tied."""
         names = [name for name in self.outside if name in self._head_names()]
         weight = output_weight(self.body)
-        if weight is None:
+        if weight is None or id(weight) not in self.first_name:  # or computed from parameters
             return self._other_head(names)
         owner = self.first_name[id(weight)]
         return Block(
@@ -296,7 +319,8 @@ class _TensorsByBlock:
     def _other_head(self, names: list[str]) -> Block:
         """Return a head that computes no logits of tokens, such as that of a reward model."""
         if self.flow is None:
-            raise SurveyError(f"{type(self.body).__name__} has no output embedding for logits")
+            name = type(self.body).__name__
+            raise SurveyError(f"{name} has no output embedding for logits; {self._problem}")
         matrices = [name for name in names if self.outside[name].dim() > 1]
         return Block(
             name=matrices[-1].removesuffix(".weight") if matrices else "head",
@@ -344,6 +368,11 @@ class _TensorsByBlock:
             )
             for name in names
         )
+
+
+def _part_of(name: str, layers: str) -> str:
+    """Return the number of the layer that a tensor is in, or "" if it is in none."""
+    return name.removeprefix(layers).split(".")[0] if name.startswith(layers) else ""
 
 
 def _linear_weights(body: nn.Module) -> set[str]:
