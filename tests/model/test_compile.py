@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from penstock.model.compile import CompiledLayers
+from penstock.model.compile import CompiledLayers, layer_kinds
 from penstock.model.split import SplitModel
 from penstock.model.varlen_attention import DocumentSpans, flatten_bounds
 
@@ -71,3 +71,27 @@ def test_layers_are_compiled_unless_documents_or_tiles_rule_it_out(
     assert called == ([(1, hidden, "c", "d", spans)] if compiled else [])
     model._compiled = None
     assert SplitModel.compiled_call(model, 1, hidden, calls) is None
+
+
+def scaled_by(factor: float) -> Any:
+    return lambda hidden: hidden * factor
+
+
+@pytest.mark.parametrize(
+    ("change", "kinds"),
+    [
+        (lambda part, index: setattr(part, "forward", scaled_by(2.0)), 1),
+        (lambda part, index: setattr(part, "forward", scaled_by(float(index))), 3),
+        (lambda part, index: setattr(part, "forward", partial(torch.mul, other=index)), 3),
+        (lambda part, index: setattr(part, "forward", MethodType(nn.Module.forward, part)), 1),
+        (lambda part, index: index == 1 and setattr(part, "forward", scaled_by(2.0)), 2),
+        (lambda part, index: index == 1 and part.register_forward_hook(lambda *_: None), 2),
+        (lambda part, index: setattr(part, "sizes", [index]), 3),
+        (lambda part, index: setattr(part, "factor", torch.ones(1)), 3),
+    ],
+)
+def test_layers_with_functions_of_a_caller_are_of_other_kinds(change: Any, kinds: int) -> None:
+    layers = [nn.Sequential(nn.Linear(2, 2), nn.Identity()) for _ in range(3)]
+    for index, layer in enumerate(layers):
+        change(layer[1], index)
+    assert len(set(layer_kinds(layers))) == kinds

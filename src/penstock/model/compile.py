@@ -12,6 +12,8 @@ the layer that the body is made from.
 from __future__ import annotations
 
 import copy
+import functools
+import types
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,6 +22,7 @@ import torch
 from torch import nn
 
 from penstock.model.attention import attending_over
+from penstock.model.copy_check import HOOKS
 from penstock.model.experts import Routing, noting_routing
 from penstock.model.mlp_tiles import set_training
 from penstock.model.varlen_attention import DocumentSpans
@@ -176,7 +179,8 @@ def deterministic_options() -> dict[str, Any]:
 def layer_kinds(layers: Sequence[nn.Module]) -> list[Kind]:
     """Return the kind of each layer: equal for layers that run the same code.
 
-    A kind is everything that the modules of a layer hold, except their number in the model.
+    A kind is everything that the modules of a layer hold, except their number in the model. That
+    includes functions that a caller has put there, and hooks.
     """
     return [_kind(layer) for layer in layers]
 
@@ -190,9 +194,58 @@ def _kind(layer: nn.Module) -> Kind:
             if (value := _plain(each)) is not _OTHER
             and name not in ("layer_idx", "layer_id", "training")
         }
-        parts.append((path, tuple(sorted(attributes.items()))))
+        functions = [
+            (name, key)
+            for name, each in vars(module).items()
+            for value in (each.values() if name in HOOKS else (each,))
+            if (key := _function_key(value)) is not None
+        ]
+        parts.append((path, tuple(sorted(attributes.items())), tuple(functions)))
     return tuple(parts)
 
+
+def _function_key(value: Any, depth: int = 0) -> Any:
+    """Return what tells a function or a tensor from others; None for anything else.
+
+    Functions of equal code that hold equal values have equal keys: a caller who changes all layers
+    in a loop makes a new function for each. `check_functions` refuses those that hold modules.
+    """
+    if isinstance(value, types.MethodType):
+        return "method", _function_key(value.__func__, depth), _held_key(value.__self__, depth)
+    if isinstance(value, functools.partial):
+        held = (*value.args, *value.keywords.values())
+        parts = (_function_key(value.func, depth), tuple(value.keywords))
+        return "partial", *parts, *(_held_key(each, depth) for each in held)
+    if isinstance(value, torch.Tensor):  # an attribute, which is no argument of compiled code
+        return id(value)
+    if isinstance(value, types.FunctionType):
+        cells = (_content(cell) for cell in value.__closure__ or ())
+        others = (value.__kwdefaults__ or {}).values()
+        held = (*cells, *(value.__defaults__ or ()), *others)
+        return "function", id(value.__code__), *(_held_key(each, depth) for each in held)
+    return None
+
+
+def _held_key(value: Any, depth: int) -> Any:
+    """Return what tells a value that a function holds from others."""
+    if isinstance(value, nn.Module):
+        return type(value)
+    plain = _plain(value)
+    if plain is not _OTHER:
+        return plain
+    key = _function_key(value, depth + 1) if depth < FUNCTION_DEPTH else None
+    return id(value) if key is None else key
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return None
+
+
+FUNCTION_DEPTH = 8
+"""Functions inside of functions that `_function_key` looks into: they may hold each other."""
 
 _OTHER = object()
 """Stands for a value that is no number, no text, and no collection of these."""
@@ -206,6 +259,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict) and value:
         items = [(key, _plain(each)) for key, each in value.items()]
         return _OTHER if any(each is _OTHER for _, each in items) else repr(items)
+    if isinstance(value, list | tuple):
+        members = [_plain(each) for each in value]
+        return _OTHER if any(each is _OTHER for each in members) else repr(members)
     return value if isinstance(value, int | float | str | bool | type(None)) else _OTHER
 
 
