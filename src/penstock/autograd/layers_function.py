@@ -51,6 +51,8 @@ def run_layers(
     engine: Engine, micros: Sequence[MicroBatch], modes: Modes, *, training: bool
 ) -> torch.Tensor:
     """Return the output of the last layer, `[rows, tokens, hidden size]`."""
+    if any(values.get("p") for _, values in modes):  # the caller has switched dropout on
+        engine.split_model.drops_out = True
     if not (torch.is_grad_enabled() and engine.trains_layers):
         apply_modes(modes)
         return engine.inference_pass(micros, training=training)

@@ -56,6 +56,48 @@ COMPILED = (
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type, types.ModuleType)
 
 
+def may_draw(module: nn.Module) -> bool:
+    """Return whether a module may draw random numbers in training.
+
+    Dropout does, also that of modules that keep its rate as a number. What code outside of torch
+    and transformers does is not known.
+    """
+    return has_dropout(module) or has_own_code(module)
+
+
+def has_own_code(module: nn.Module) -> bool:
+    """Return whether a module runs code from outside of torch, transformers and similar packages.
+
+    That is its class, a function in the place of its `forward`, or a hook.
+    """
+    if is_foreign(type(module)):
+        return True
+    own = vars(module)
+    functions = [own["forward"]] if "forward" in own else []
+    functions += [hook for name in HOOKS for hook in (own.get(name) or {}).values()]
+    return any(map(is_foreign, functions))
+
+
+def is_foreign(code: Any) -> bool:
+    """Return whether a class, function or callable object is from none of the known packages."""
+    if isinstance(code, functools.partial):
+        code = code.func
+    name = getattr(code, "__module__", None) or ""
+    return name.partition(".")[0] not in LIBRARIES
+
+
+def has_dropout(module: nn.Module) -> bool:
+    """Return whether a module drops out values in training."""
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return bool(module.p > 0)
+    named = vars(module).items()
+    return any(
+        "drop" in name and isinstance(value, float) and value > 0
+        for name, value in named
+        if not name.startswith("_")
+    )
+
+
 def check_functions(model: nn.Module, owned: nn.Module) -> None:
     """Raise UnsupportedModelError if a function in the model would compute with the original.
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from penstock.model.copy_check import may_draw
 from penstock.model.experts import has_fused_experts, leave_notes_to_caller, note_rows
 from penstock.model.parameter_adapters import outermost
 from penstock.model.unneeded_outputs import copy_without_weights, skip_products
@@ -116,7 +117,7 @@ class _TiledForward:
 
     def __init__(self, mlp: nn.Module, original: Any, tile: int) -> None:
         self.mlp, self.original, self.tile = mlp, original, tile
-        self.draws = any(isinstance(m, nn.Dropout) and m.p > 0 for m in mlp.modules())
+        self.draws = any(map(may_draw, mlp.modules()))
         self.names = [name for name, _ in mlp.named_parameters(remove_duplicate=False)]
         self.first, self.again = mlp, mlp
         """What forward and backward call for one tile: the MLP, or copies without weights."""

@@ -21,6 +21,7 @@ from torch import nn
 
 from penstock.model.attention import attending_over
 from penstock.model.compile import Body, CompiledLayers, Kind, layer_kinds
+from penstock.model.copy_check import may_draw
 from penstock.model.document_attention import (
     Documents,
     PaddedRows,
@@ -155,7 +156,7 @@ class SplitModel:
         self._tile = mlp_tile
         self._draws_in_tiles = any(draws_in_tiles(layer) for layer in self.layers)
         self.drops_out = self._has_dropout()
-        """Whether the model has dropout anywhere."""
+        """Whether the model has dropout anywhere, or code that may draw random numbers."""
         # Last: everything above looks at all modules of the model, layers included.
         self._probes.install()
         self._placeholders: dict[torch.device, dict[str, nn.Parameter]] = {}
@@ -382,7 +383,7 @@ class SplitModel:
         rates = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout",
                  "dropout", "attention_probs_dropout_prob", "hidden_dropout_prob")  # fmt: skip
         by_config = any(getattr(config, name, 0.0) for name in rates)
-        return by_config or any(m.p > 0 for m in self.model.modules() if isinstance(m, nn.Dropout))
+        return by_config or any(map(may_draw, self.model.modules()))
 
     def _make_placeholders(self, device: torch.device) -> dict[str, nn.Parameter]:
         """Return zeros in the shapes of the embedding's tensors; expanded, they take no memory."""
