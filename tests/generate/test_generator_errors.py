@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import types
 from typing import Any
 
 import pytest
 import torch
+from transformers import DogeConfig
 
+from penstock.errors import UnsupportedModelError
 from penstock.generate.generator import Generator
 from penstock.generate.requests import (
     NonFiniteLogitsError,
@@ -83,6 +87,45 @@ def test_a_prompt_longer_than_the_context_is_refused() -> None:
         pytest.raises(PromptTooLongError, match="but the model supports 128"),
     ):
         generator.submit(Request(prompt=[5] * 128))
+
+
+def test_a_prompt_that_is_rotated_with_other_frequencies_is_refused() -> None:
+    """transformers computes the whole prompt with the frequencies of long ones."""
+    longrope = {"rope_type": "longrope", "rope_theta": 500.0, "factor": 2.0,
+                "original_max_position_embeddings": 24, "short_factor": [1.0, 1.1, 1.2, 1.3],
+                "long_factor": [2.0, 2.3, 2.6, 2.9]}  # fmt: skip
+    model = plain_model(tiny_config("llama", rope_parameters=longrope), torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    with Generator(model, budget="64MiB", prefill_chunk=8) as generator:
+        with pytest.raises(PromptTooLongError, match="longrope"):
+            generator.submit(Request(prompt=[5] * 24))
+        chunks = list(generator.run([Request(prompt=[5] * 20, max_new=9)]))
+    assert tokens_by_request(chunks)[0] == reference_tokens(model, [5] * 20, 4)
+    assert chunks[-1].finished == "context"
+
+
+def test_attention_that_was_replaced_in_the_model_is_refused() -> None:
+    def forward(self: Any, hidden_states: torch.Tensor, **_: Any) -> Any:
+        return self.o_proj(hidden_states), None
+
+    model = copy.deepcopy(tiny_model("llama"))  # other tests use the same
+    attention = model.model.layers[1].self_attn
+    attention.forward = types.MethodType(forward, attention)
+    with pytest.raises(UnfitModelError, match="has a LlamaAttention whose forward does not call"):
+        Generator(model, budget="64MiB")
+
+
+def test_a_model_that_makes_masks_of_its_own_is_refused() -> None:
+    config = DogeConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=32,
+    )  # fmt: skip
+    model = plain_model(config, torch.float32).eval()
+    with (
+        Generator(model, budget="64MiB") as generator,
+        pytest.raises(UnsupportedModelError, match="DogeAttention makes an attention mask"),
+    ):
+        list(generator.run([Request(prompt=[5, 6], max_new=2)]))
 
 
 def test_a_request_is_refused_when_the_queue_is_full() -> None:

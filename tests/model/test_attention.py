@@ -61,7 +61,7 @@ def test_masks_and_sinks_are_refused(unsupported: str) -> None:
     tensor = torch.zeros(1, 2, 3, 4)
     arguments = {"attention_mask": None} | {unsupported: tensor}
 
-    with pytest.raises(AssertionError, match=r"mask|sinks"):
+    with pytest.raises(UnsupportedModelError, match=r"mask|sinks"):
         attention_function(record_options)(nn.Module(), tensor, tensor, tensor, **arguments)
 
 

@@ -24,6 +24,7 @@ from penstock.model.attention import (
     using_attention,
 )
 from penstock.model.compile import was_compiled
+from penstock.model.copy_check import is_foreign
 
 SMALL_CHUNK, MEDIUM_CHUNK, LARGE_CHUNK = 512, 2048, 4096
 """Numbers of prompt tokens that a step reads. A GPU that holds the weights needs many to be fast;
@@ -253,6 +254,11 @@ def _reasons_against(model: Any, parts: Sequence[torch.nn.Module]) -> Iterator[s
         )
     if any("sinks" in dict(part.named_parameters(recurse=False)) for part in parts):
         yield "has attention sinks, which Penstock's attention does not support"
+    if own := next((part for part in parts if _attends_by_itself(part)), None):
+        yield (
+            f"has a {type(own).__name__} whose forward does not call the attention function that "
+            f"its config names (ALL_ATTENTION_FUNCTIONS)"
+        )
     kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
     for kind in sorted({*kinds} - {"full_attention", "sliding_attention"}):
         yield f"uses {kind}, which Penstock's attention does not support"
@@ -260,6 +266,18 @@ def _reasons_against(model: Any, parts: Sequence[torch.nn.Module]) -> Iterator[s
         yield "has sliding windows only in its masks, and Penstock makes no masks"
     if "position_ids" not in inspect.signature(type(model).forward).parameters:
         yield "does not take position_ids, so rows of different lengths cannot run together"
+
+
+def _attends_by_itself(part: torch.nn.Module) -> bool:
+    """Return whether a caller's own code computes attention, which knows nothing of this cache.
+
+    Every module of transformers that looks up its attention function says whether it is causal.
+    """
+    forward: Any = part.forward
+    if not hasattr(part, "is_causal") or not is_foreign(getattr(forward, "__func__", forward)):
+        return False
+    code = getattr(inspect.unwrap(forward), "__code__", None)
+    return "ALL_ATTENTION_FUNCTIONS" not in getattr(code, "co_names", ())
 
 
 def _passes_window(part: torch.nn.Module) -> bool:

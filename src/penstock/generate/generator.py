@@ -27,6 +27,12 @@ from penstock.generate.sampling import Sampler, sample_tokens
 from penstock.generate.scheduler import ActiveRequest, Scheduler
 from penstock.generate.text_stream import TextStream
 from penstock.kv.cache import VirtualCache
+from penstock.model.rotary import shortest_switch
+
+SWITCH = (
+    ". From this length on, the model rotates keys with other frequencies (longrope), which those "
+    "in the cache do not have; use model.generate() with one of transformers' own caches"
+)
 
 PEAK_INTERVAL = 256
 """Number of steps between counts of the cache's pages. With many pages, counting takes as long as
@@ -109,6 +115,10 @@ class Generator:
         config = self.forward.config
         text = config.get_text_config()
         self.model_limit: int | None = getattr(text, "max_position_embeddings", None)
+        # Keys that are in the cache would have been rotated with other frequencies.
+        self._switch = shortest_switch(text)
+        if self._switch is not None:
+            self.model_limit = min(self._switch, self.model_limit or self._switch)
         self.vocabulary = int(text.vocab_size)
         self.cache = cache or VirtualCache(
             config,
@@ -215,10 +225,13 @@ class Generator:
     def _activate(self, name: str | int, request: Request) -> ActiveRequest:
         request.check(name)
         tokens = self._tokenize(name, request)
-        limits = {"cache": self.cache.max_cache_len, "model": self.model_limit}
+        limits = {"model": self.model_limit, "cache": self.cache.max_cache_len}
         for whose, limit in limits.items():
             if limit is not None and len(tokens) >= limit:
-                raise PromptTooLongError(name, wanted=len(tokens), limit=limit, whose=whose)
+                reason = SWITCH if whose == "model" and limit == self._switch else ""
+                raise PromptTooLongError(
+                    name, wanted=len(tokens), limit=limit, whose=whose, reason=reason
+                )
         self.counts.prompt_tokens += len(tokens)
         stops = request.stop_tokens
         text = TextStream(self.tokenizer, request.stop) if self.tokenizer is not None else None

@@ -28,12 +28,15 @@ class RequestError(GenerationError, ValueError):
 class PromptTooLongError(GenerationError, ValueError):
     """The prompt leaves no room for a single token of the answer."""
 
-    def __init__(self, name: object, *, wanted: int, limit: int, whose: str) -> None:
+    def __init__(
+        self, name: object, *, wanted: int, limit: int, whose: str, reason: str = ""
+    ) -> None:
         self.request, self.wanted, self.limit = name, wanted, limit
         super().__init__(
             f"request {name}: the prompt has {wanted:,} tokens, but the {whose} supports "
             f"{limit:,}, including at least one for the answer; shorten the prompt"
             + ("" if whose == "model" else ", or set a larger max_context")
+            + reason
         )
 
 

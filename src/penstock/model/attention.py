@@ -89,8 +89,16 @@ def attention_function(
         is_causal: bool | None = None,
         **others: object,
     ) -> tuple[torch.Tensor, None]:
-        assert attention_mask is None, "transformers made a mask for attention that needs none"
-        assert s_aux is None or supports_sinks, "attention sinks are not supported"
+        if attention_mask is not None:  # transformers makes none for this attention
+            raise UnsupportedModelError(
+                f"{type(module).__name__} makes an attention mask of its own, and Penstock's "
+                f"attention takes none"
+            )
+        if s_aux is not None and not supports_sinks:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} has attention sinks, which Penstock's attention does not "
+                f"support here"
+            )
         # Without the argument, the module decides, as in the functions of transformers.
         if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
             raise UnsupportedModelError(

@@ -41,6 +41,21 @@ def document_lengths(positions: torch.Tensor) -> torch.Tensor:
     return ends - index + positions
 
 
+def shortest_switch(config: Any) -> int | None:
+    """Return the length from which on a model of this config rotates with other frequencies.
+
+    None for models that rotate sequences of all lengths with the same ones.
+    """
+    parameters = getattr(config, "rope_parameters", None) or {}
+    each = [parameters, *(v for v in parameters.values() if isinstance(v, dict))]
+    lengths = [
+        int(p["original_max_position_embeddings"])
+        for p in each
+        if p.get("rope_type") == "longrope" and p.get("original_max_position_embeddings")
+    ]
+    return min(lengths, default=None)
+
+
 def _by_document(module: nn.Module, original: Callable[..., Tables]) -> Callable[..., Tables]:
     def forward(x: torch.Tensor, position_ids: torch.Tensor, layer_type: Any = None) -> Tables:
         # Only the embeddings of models with several types of layers take this argument.
