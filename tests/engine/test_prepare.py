@@ -10,10 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from penstock.engine.plan_choice import workload_for
 from penstock.engine.prepare import ARGUMENTS, prepare
-from penstock.errors import EngineError, PenstockError, PlanError, SettingsError
+from penstock.errors import (
+    EngineError,
+    PenstockError,
+    PlanError,
+    SettingsError,
+    UnsupportedModelError,
+)
 from penstock.settings import Settings, settings_fields
 from tests.support.engines import plain_model, tiny_config
 from tests.support.models import model
@@ -145,6 +152,32 @@ def test_the_number_of_steps_may_be_known_better_than_from_the_settings() -> Non
     assert workload_for(inventory, settings, compiled=False).steps is None
     assert workload_for(inventory, settings, steps=9, compiled=False).steps == 9
     assert workload_for(inventory, settings, compiled=False).batch == 8
+
+
+def hook_the_model(model: Any) -> None:
+    model.register_forward_pre_hook(lambda _, inputs: inputs)
+
+
+def leave_out_dropout(model: Any) -> None:
+    layer = model.train().model.layers[1]
+    layer.mlp = nn.Sequential(layer.mlp, nn.Dropout(0.1))
+    layer.mlp.eval()
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (hook_the_model, "LlamaForCausalLM has hooks"),
+        (leave_out_dropout, r"layers\.1\.mlp\.1 has dropout and is in evaluation mode"),
+    ],
+)
+def test_changes_of_a_live_model_that_would_have_no_effect_are_refused(
+    change: Any, problem: str
+) -> None:
+    changed = llama()
+    change(changed)
+    with pytest.raises(UnsupportedModelError, match=problem):
+        prepare(changed, **SMALL)
 
 
 def test_every_argument_is_documented() -> None:

@@ -225,9 +225,12 @@ def prepare(
             config, inventory, adapter = _inspect_and_check(
                 model, chosen, load_weights=load_weights,
                 own_loss=loss is not None or caller_loss is not None,
+                runs_head=caller_loss is None,
             )  # fmt: skip
         if caller_loss is None:
             _check_head(live)
+            _check_outer_hooks(live, inventory)
+            _check_modes(live)
             if loss is None:
                 _check_loss_function(live)
         else:
@@ -281,8 +284,9 @@ def _check_arguments(model: object, budget: object, optimizer: object) -> None:
 
 
 def _inspect_and_check(
-    model: str | Path | nn.Module, settings: Settings, *, load_weights: bool, own_loss: bool
-) -> tuple[Any, Inventory, Adapter | None]:
+    model: str | Path | nn.Module, settings: Settings, *, load_weights: bool, own_loss: bool,
+    runs_head: bool,
+) -> tuple[Any, Inventory, Adapter | None]:  # fmt: skip
     """Inspect the model, and raise an error if it cannot be trained or its weights are not there.
 
     `load_weights` is False for a resumed run, which freezes what it froze before. `own_loss` is set
@@ -291,7 +295,7 @@ def _inspect_and_check(
     from penstock.model.freeze import check_freeze
     from penstock.model.meta_model import check_trainable
 
-    config, inventory = inspect_model(model, settings)
+    config, inventory = inspect_model(model, settings, runs_head=runs_head)
     adapter = adapter_of(model, settings)
     check_quantize(settings.model.quantize, adapter)
     check_trainable(inventory, own_loss=own_loss)  # first: says more than errors about files
@@ -312,6 +316,44 @@ def _check_head(live: LiveModel | None) -> None:
             f"with the loss of the next token. Use penstock.stream(model, ...) and compute the "
             f"loss from what the model returns"
         )
+
+
+def _check_outer_hooks(live: LiveModel | None, inventory: Inventory) -> None:
+    """Raise UnsupportedModelError if hooks on the whole model would see other calls than its own.
+
+    The engine calls the module that owns the layers, and the whole model for chunks of tokens.
+    """
+    from penstock.model.copy_check import HOOKS
+
+    if live is None:
+        return
+    base = inventory.layers[0].name.split(".")[:-2]
+    for depth in range(len(base)):
+        name = ".".join(base[:depth])
+        module = live.model.get_submodule(name)
+        if any(vars(module)[hooks] for hooks in HOOKS):
+            raise UnsupportedModelError(
+                f"{name or type(live.model).__name__} has hooks, and prepare() does not call it as "
+                f"a whole: the engine computes the loss in chunks of tokens. Remove the hooks, put "
+                f"them on the modules inside, or use penstock.stream"
+            )
+
+
+def _check_modes(live: LiveModel | None) -> None:
+    """Raise UnsupportedModelError if some modules of a model in training mode have no dropout.
+
+    A model that is in evaluation mode, as `from_pretrained` returns it, is trained as a whole.
+    """
+    from penstock.model.copy_check import has_dropout
+
+    if live is None or not live.model.training:
+        return
+    for name, module in live.model.named_modules():
+        if not module.training and has_dropout(module):
+            raise UnsupportedModelError(
+                f"{name} has dropout and is in evaluation mode, but the model is in training mode, "
+                f"in which the engine computes all modules. Set the rate of its dropout to 0"
+            )
 
 
 def _check_loss_function(live: LiveModel | None) -> None:
@@ -450,14 +492,17 @@ def choose_plan(
 
 
 def inspect_model(
-    model: str | Path | nn.Module, settings: Settings, *, name: str | None = None
-) -> tuple[Any, Inventory]:
+    model: str | Path | nn.Module, settings: Settings, *, name: str | None = None,
+    runs_head: bool = True,
+) -> tuple[Any, Inventory]:  # fmt: skip
     """Load the model's config, and list its blocks and tensors without loading weights.
 
-    `name` is the model's name in the inventory, if it differs from `model`.
+    `name` is the model's name in the inventory, if it differs from `model`. `runs_head` is False if
+    the caller's own code computes the logits.
     """
     from penstock.checkpoint.manifest import check_small_files
     from penstock.model.adapters import without_wrapper
+    from penstock.model.changed_modules import check_changed_modules
     from penstock.model.config import load_config, refuse_multimodal
     from penstock.model.language_model import refuse_live_multimodal
     from penstock.model.quantization import refuse_quantized
@@ -491,9 +536,10 @@ def inspect_model(
     refuse_live_multimodal(model)
     config = model.config
     refuse_quantized(model, name)
-    return config, survey_model(
+    inventory = survey_model(
         model, config, name=name, blocks=chosen.blocks, freeze=chosen.freeze, check=check_model
     )
+    return config, check_changed_modules(model, inventory, runs_head=runs_head)
 
 
 def adapter_of(model: str | Path | nn.Module, settings: Settings) -> Adapter | None:

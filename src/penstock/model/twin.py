@@ -12,6 +12,8 @@ import copy
 import hashlib
 import importlib.metadata
 import json
+import sys
+import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -163,7 +165,7 @@ def twin_class(model: nn.Module) -> type:
 def twin_key(model_class: type, twin: Any, *others: object) -> str:
     """Return a hash of everything that the result of running a twin depends on.
 
-    That is its class and config, Penstock's code, and the versions of `PACKAGES`. `others` are
+    That is its class and config, the code of both, and the versions of `PACKAGES`. `others` are
     values that can be written as JSON.
     """
     config = {
@@ -173,9 +175,50 @@ def twin_key(model_class: type, twin: Any, *others: object) -> str:
     }
     name = f"{model_class.__module__}.{model_class.__qualname__}"
     versions = [_version(package) for package in PACKAGES]
-    parts = [name, config, others, versions, code_fingerprint()]
+    parts = [name, config, others, versions, code_fingerprint(), _code_of(model_class)]
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _code_of(model_class: type) -> str:
+    """Return a hash of the functions in the modules of a class, as they are in memory.
+
+    Libraries and users replace methods of transformers' classes, such as the forward of an
+    attention, and the version of transformers does not tell.
+    """
+    digest = hashlib.sha256()
+    names = {each.__module__ for each in model_class.__mro__ if each.__module__ != "builtins"}
+    for name in sorted(names):
+        if name.partition(".")[0] == "torch" or name not in sys.modules:
+            continue
+        for attribute, value in sorted(vars(sys.modules[name]).items()):
+            own = vars(value).items() if isinstance(value, type) else ((attribute, value),)
+            for member, function in own:
+                for code in _codes(function):
+                    digest.update(f"{attribute}.{member}: {code!r}\n".encode())
+    return digest.hexdigest()
+
+
+def _codes(value: Any) -> Iterator[tuple[Any, ...]]:
+    """Yield the content of a function's code, and of the functions that it wraps."""
+    if isinstance(value, property):
+        value = value.fget
+    value = getattr(value, "__func__", value)
+    while isinstance(value, types.FunctionType):
+        yield (value.__module__, value.__qualname__, *_content(value.__code__))
+        value = getattr(value, "__wrapped__", None)
+
+
+def _content(code: types.CodeType) -> tuple[Any, ...]:
+    constants = [
+        _content(each)
+        if isinstance(each, types.CodeType)
+        else sorted(map(repr, each))  # the order of a set differs between processes
+        if isinstance(each, frozenset)
+        else each
+        for each in code.co_consts
+    ]
+    return code.co_code, code.co_names, code.co_varnames, code.co_freevars, constants
 
 
 def is_known_code(model_class: type) -> bool:
