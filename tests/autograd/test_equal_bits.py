@@ -84,6 +84,7 @@ def train_streamed(
             loss_of(model, {k: v.to(device) for k, v in batch.items()}).backward()
             if number % 2:
                 optimizer.step()
+                optimizer.zero_grad()
         return states(model.engine), model.engine.grad_norm
 
 

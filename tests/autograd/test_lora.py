@@ -113,6 +113,22 @@ def test_the_state_dict_of_the_peft_model_has_its_names() -> None:
     assert all(torch.equal(adapter[name], wanted[name]) for name in wanted)
 
 
+def test_a_state_dict_with_trained_copies_has_the_originals_and_is_loaded() -> None:
+    base = plain_model(tiny_config("llama"), torch.float32)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head", "norm"])
+    plain = peft.get_peft_model(base, config)
+    expected = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
+    model, _ = ps.stream(plain, **SMALL)
+    found = model.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    model.load_state_dict({name: tensor + 1 for name, tensor in expected.items()})
+    found = model.state_dict()
+    model.close()
+    assert all(torch.equal(found[name], expected[name] + 1) for name in expected)
+    assert all(torch.equal(t, found[name]) for name, t in plain.state_dict().items())
+
+
 def test_an_adapter_with_trained_copies_cannot_be_switched_off() -> None:
     base = plain_model(tiny_config("llama"), torch.float32)
     config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["embed_tokens"])

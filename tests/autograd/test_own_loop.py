@@ -527,3 +527,161 @@ def test_torch_compile_does_not_trace_the_engine() -> None:
     with model:
         assert model.model.forward._torchdynamo_disable
     LiveForward.__new__(LiveForward).__del__()  # such objects exist where it traces code
+
+
+def test_positions_that_jump_begin_documents_as_in_transformers() -> None:
+    positions = torch.tensor([[0, 1, 2, 3, 7, 8, 9, 3, 4, 5, 0, 0, 1]]).expand(4, 13)
+    inputs = {"input_ids": padded_batch(0)["input_ids"], "position_ids": positions}
+    plain = plain_model(tiny_config("llama", use_cache=False), torch.float32)
+    model, _ = streamed()
+    with model, torch.no_grad():
+        torch.testing.assert_close(model(**inputs).logits, plain(**inputs).logits)
+
+
+def test_gradients_that_nobody_has_cleared_are_refused() -> None:
+    model, optimizer = streamed()
+    with model:
+        z_loss(model, padded_batch(0)).backward()
+        optimizer.step()
+        loss = z_loss(model, padded_batch(1))
+        with pytest.raises(EngineError, match=r"zero_grad\(\)"):
+            loss.backward()
+        del loss
+        model.zero_grad()
+        train_a_step(model, optimizer, 1)
+
+
+def test_gradients_of_a_head_that_nobody_has_cleared_are_refused() -> None:
+    model, optimizer = streamed(freeze=["model.*"])
+    with model:
+        z_loss(model, padded_batch(0)).backward()
+        optimizer.step()
+        z_loss(model, padded_batch(1)).backward()
+        with pytest.raises(EngineError, match=r"zero_grad\(\)"):
+            optimizer.step()
+        optimizer.zero_grad()
+        train_a_step(model, optimizer, 1)
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_head_that_the_loss_does_not_use_must_be_frozen(clips: bool) -> None:
+    def step(model: Any, optimizer: Any) -> None:
+        model.model(**padded_batch(0)).last_hidden_state.tanh().sum().backward()
+        if clips:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    model, optimizer = streamed()
+    with model, pytest.raises(EngineError, match=r"lm_head\.weight got no gradient.*freeze="):
+        step(model, optimizer)
+    model, optimizer = streamed(freeze=["lm_head.weight"])
+    with model:
+        before = model.lm_head.weight.clone()
+        step(model, optimizer)
+        assert torch.equal(model.lm_head.weight, before)
+
+
+@pytest.mark.parametrize("option", ["maximize", "amsgrad"])
+def test_options_of_torch_that_would_be_ignored_are_refused(option: str) -> None:
+    model, optimizer = streamed()
+    with model:
+        z_loss(model, padded_batch(0)).backward()
+        optimizer.param_groups[0][option] = True
+        with pytest.raises(SettingsError, match=option):
+            optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_a_model_of_another_type_needs_the_type_to_compute_in(dtype: torch.dtype) -> None:
+    model = plain_model(tiny_config("llama"), dtype)
+    with pytest.raises(SettingsError, match="pass dtype='bf16' or dtype='fp32'"):
+        ps.stream(model, **SMALL)
+    with ps.stream(model, dtype="fp32", **SMALL)[0] as both:
+        assert both.engine.workload.dtype == "fp32"
+    assert model.lm_head.weight.dtype == dtype
+
+
+class Scale(torch.nn.Module):
+    """Scales by a buffer and by a number, drops out, and adds noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("factor", torch.ones(()))
+        self.power = 1.0
+        self.drop = torch.nn.Dropout(0.0)
+        self.drawn: list[torch.Tensor] = []
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        out = self.drop(hidden * self.factor**self.power)
+        if self.training:
+            self.drawn.append(torch.randn(hidden.shape))
+            out = out + 0.1 * self.drawn[-1]
+        return out
+
+
+def with_scale() -> Any:
+    model = plain_model(tiny_config("llama"), torch.float32)
+    layer = model.model.layers[1]
+    layer.mlp = torch.nn.Sequential(layer.mlp, Scale())
+    return model
+
+
+def change_a_buffer(part: Any) -> None:
+    part.factor.fill_(2.0)
+
+
+def replace_a_buffer(part: Any) -> None:
+    part.factor = torch.ones(())
+
+
+def change_a_number(part: Any) -> None:
+    part.power = 2.0
+
+
+def switch_dropout_off(part: Any) -> None:
+    part.drop.p = 0.5
+    part.eval()
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (change_a_buffer, r"mlp\.1\.factor was changed"),
+        (replace_a_buffer, r"mlp\.1\.factor was changed"),
+        (change_a_number, r"mlp\.1\.power was changed"),
+        (switch_dropout_off, r"mlp\.1\.drop has dropout and its training mode is False"),
+    ],
+)
+def test_changes_of_modules_that_have_no_effect_are_refused(change: Any, problem: str) -> None:
+    model, _ = ps.stream(with_scale(), **SMALL)
+    with model:
+        model(**padded_batch(0))
+        change(model.model.layers[1].mlp[1])
+        with pytest.raises(EngineError, match=problem):
+            model(**padded_batch(0))
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_random_numbers_of_modules_of_a_caller_are_repeated_in_backward(rate: float) -> None:
+    model, _ = ps.stream(with_scale(), **SMALL)
+    with model:
+        model.model.layers[1].mlp[1].drop.p = rate  # may be changed after penstock.stream
+        drawn = model.engine.split_model.layers[1].mlp[1].drawn
+        drawn.clear()
+        before = torch.get_rng_state()
+        z_loss(model, padded_batch(0)).backward()
+        assert torch.equal(torch.get_rng_state(), before)
+    count = len(drawn) // 2
+    assert count
+    assert all(
+        torch.equal(*each) for each in zip(drawn[:count], drawn[: count - 1 : -1], strict=True)
+    )
+
+
+def test_transformers_own_hook_on_the_embedding_is_taken() -> None:
+    model = plain_model(tiny_config("llama"), torch.float32)
+    model.gradient_checkpointing_enable()
+    model.enable_input_require_grads()
+    streamed_model, optimizer = ps.stream(model, **SMALL)
+    with streamed_model:
+        train_a_step(streamed_model, optimizer, 0)

@@ -100,6 +100,9 @@ def test_documents_are_found_by_their_positions() -> None:
 
     assert document_attention.find_documents(rows) == [[0, 5, 6, 16], [0, 16]]
     assert document_attention.find_documents(rows[1:]) is None
+    # As in transformers: wherever a position does not follow the one before it.
+    jumps = torch.tensor([[3, 4, 7, 8, 8, 2]])
+    assert document_attention.find_documents(jumps) == [[0, 2, 4, 5, 6]]
 
 
 @pytest.mark.parametrize("heads", [2, 3])

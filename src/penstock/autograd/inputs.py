@@ -190,7 +190,7 @@ def _packed_documents(positions: torch.Tensor, inventory: Inventory, axes: int) 
         return find_documents(positions)
     if positions.dim() == 3:  # the first of one more axis than needed is for documents
         return find_documents(positions[0]) if positions.shape[0] == axes + 1 else None
-    if find_documents(positions) is not None:
+    if bool((positions[:, 1:] == 0).any()):
         raise BatchError(
             f"position_ids start again within a row, which {inventory.model} does not take for a "
             f"new document; pass positions of shape [{axes + 1}, rows, tokens], of which the first "

@@ -265,9 +265,14 @@ class _Stream:
     # Connecting.
 
     def _check_hooks(self) -> None:
-        """Raise UnsupportedModelError if a module that will not run has hooks."""
+        """Raise UnsupportedModelError if a module that will not run has hooks.
+
+        The copy has that of transformers for gradients of the embedding's output, and needs none.
+        """
         for name, module in self._streamed_modules():
-            if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+            every = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
+            hooks = [hook for each in every for hook in each.values()]
+            if any(not str(hook.__module__).startswith("transformers.") for hook in hooks):
                 raise UnsupportedModelError(
                     f"{name} has hooks, which would not run: the engine computes with a copy of "
                     f"it. Remove them before penstock.stream"
@@ -298,7 +303,8 @@ class _Stream:
         split, copies = self.engine.split_model, dict(self.engine.split_model.model.named_modules())
         for index, layer in enumerate(split.layers):
             copies |= dict(layer.named_modules(prefix=f"{self._path}.{index}"))
-        return ModuleModes(self.model.named_modules(), copies.items())
+        names = self._streamed_names()
+        return ModuleModes(self.model.named_modules(), copies.items(), names)
 
     def _make_parameters(self) -> dict[str, nn.Parameter]:
         held = self.engine.head_parameters()
@@ -407,7 +413,8 @@ class _Stream:
         if self._towers is not None:
             given, features = self._towers.find_inputs(given)
             axes = self._towers.position_axes
-        device, modes = engine.device.torch_device, self._modes.current()
+        device = engine.device.torch_device
+        modes = self._modes.current(training=self.model.training)
         positions_of = self._find_positions if self._towers is None else None
         micros = split_inputs(
             given, engine.workload, engine.inventory, device, features, axes, positions_of
@@ -468,6 +475,16 @@ class _Stream:
         """Tensors of a multimodal model that do not stream."""
         return {} if self._towers is None else self._towers.tensors
 
+    @property
+    def _originals(self) -> Mapping[str, torch.Tensor]:
+        """Tensors of which PEFT trains a copy. Nothing computes with them, so the engine has none.
+
+        The live model keeps them until `close`.
+        """
+        live = self.engine.live_model
+        kept = {} if live is None else live.weights
+        return {name: tensor for name, tensor in kept.items() if name not in self.parameters}
+
     def copy_weights(self) -> dict[str, torch.Tensor]:
         """Return all tensors of the state dict in host memory; tied ones share theirs."""
         itemsize = self.dtype.itemsize
@@ -476,10 +493,14 @@ class _Stream:
         found: dict[str, torch.Tensor] = OrderedDict()
         state = self.engine.state
         first = {id(p): n for n, p in self.parameters.items()}
-        outside = self._outside
+        outside, originals = self._outside, self._originals
         found |= {name: tensor.detach().cpu() for name, tensor in outside.items()}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             if name in outside:
+                continue
+            if name in originals:
+                found[name] = originals[name].detach().cpu()
+            if id(parameter) not in first:
                 continue
             known = first[id(parameter)]
             if known not in found:
@@ -517,7 +538,7 @@ class _Stream:
         self.gradients.clear()
         self.engine.replace_weights(lambda engine: _write_weights(engine, found))
         with torch.no_grad():
-            for name, tensor in self._outside.items():
+            for name, tensor in (*self._outside.items(), *self._originals.items()):
                 if name in state:
                     tensor.copy_(state[name])
         keys: Any = nn.modules.module._IncompatibleKeys

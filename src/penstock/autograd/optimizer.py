@@ -46,11 +46,27 @@ class StreamedModelOptimizer(StreamedOptimizer):
             with torch.enable_grad():
                 loss = closure()
         self._check_parameters()
+        self._check_unused()
         scales = dict(self._gradients.scales)
         self._gradients.scales.clear()
         self._streamed.apply(scales)
         self._streamed.clear_gradients()
+        self._streamed.keeps_gradients = True  # until `zero_grad`
         return loss
+
+    def _check_unused(self) -> None:
+        """Raise EngineError if the loss did not depend on a tensor of the head.
+
+        Layers always get gradients: the survey refuses a model that does not use a tensor.
+        """
+        if not self._streamed.has_gradients:
+            return
+        for name in sorted(self._streamed.held_without_gradient):
+            raise EngineError(
+                f"{name} got no gradient, because the loss does not depend on it. torch would "
+                f"leave it as it is, and the engine would apply its weight decay and momentum. "
+                f"Freeze it before penstock.stream, with requires_grad_(False) or freeze={name!r}"
+            )
 
     def _check_parameters(self) -> None:
         """Raise EngineError if parameters were frozen, unfrozen or changed by the caller.

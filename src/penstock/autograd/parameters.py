@@ -62,6 +62,7 @@ class Gradients:
     def clear(self) -> None:
         """Forget all gradients."""
         self.engine.clear_gradients()
+        self.engine.keeps_gradients = False
         self.scales.clear()
 
     def stats(self, name: str) -> GradStats:

@@ -12,12 +12,14 @@ memory. An adapter that was trained before has no such reference.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any, Self
 
 import torch
 
 from penstock.engine.engine import Engine
 from penstock.errors import UnsupportedModelError
+from penstock.model.adapters import WRAPPER
 
 ZERO_AT_FIRST = (".lora_B.", ".lora_embedding_B.")
 """Parts of the names of tensors that are zero in a new adapter, which then adds nothing."""
@@ -59,6 +61,7 @@ class PeftWrapper:
             **converted,
             **{name: getattr(model, name) for name in PASSED_ON},
             "add_adapter": self._add_adapter,
+            "load_state_dict": functools.partial(self._load_state_dict, model.load_state_dict),
             "get_parameter": functools.partial(self._get_parameter, owner.get_parameter),
         }
         vars(owner).update(self._methods)
@@ -71,6 +74,13 @@ class PeftWrapper:
     def _convert(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         method(*args, **kwargs)
         return self._owner
+
+    def _load_state_dict(
+        self, load: Any, state_dict: Mapping[str, torch.Tensor], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Pass the tensors to the streamed model, under the names that they have there."""
+        named = {name.removeprefix(WRAPPER): tensor for name, tensor in state_dict.items()}
+        return load(named, *args, **kwargs)
 
     def _add_adapter(self, adapter_name: str, peft_config: Any, *_: Any, **__: Any) -> None:
         """Take note of a copy of the adapter. Code that looks for it finds none, as in a model

@@ -165,16 +165,24 @@ def _config_and_dtype(model: Any, arguments: Mapping[str, Any]) -> tuple[Any, Dt
             revision=arguments.get("revision"),
             changes=arguments.get("model_config", {}),
         )
-        own = getattr(config, "dtype", None)
+        own = getattr(config, "dtype", None) or "bfloat16"
     else:
         model = without_wrapper(model)
         config, own = model.config, model.dtype
     return config, arguments.get("dtype") or _dtype_name(own)
 
 
-def _dtype_name(dtype: torch.dtype | str | None) -> Dtype:
+def _dtype_name(dtype: torch.dtype | str) -> Dtype:
+    """Return the type to compute in; SettingsError for another one than the engine has here."""
+    known: dict[str, Dtype] = {"float32": "fp32", "bfloat16": "bf16"}
     name = str(dtype).removeprefix("torch.")
-    return "fp32" if name == "float32" else "bf16"
+    if name not in known:
+        raise SettingsError(
+            "dtype",
+            f"is that of the model by default, which is {name}, and penstock.stream computes in "
+            f"bf16 or fp32; pass dtype='bf16' or dtype='fp32'",
+        )
+    return known[name]
 
 
 def _towers_of(model: Any) -> Towers | None:

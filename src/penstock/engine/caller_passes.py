@@ -40,6 +40,11 @@ ROUNDED = (
     "optimizer.step() or optimizer.zero_grad()"
 )
 
+NOT_ZEROED = (
+    "the gradients of the last update have not been cleared, and torch would add the new ones to "
+    "them. Call optimizer.zero_grad() or model.zero_grad() after every optimizer.step()"
+)
+
 UPDATED = (
     "the weights were updated after this forward pass, so its backward pass would be wrong. Call "
     "backward() before optimizer.step(), or call the model again"

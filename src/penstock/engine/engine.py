@@ -37,6 +37,7 @@ from penstock.checkpoint.writer import Progress as WriteProgress
 from penstock.engine.allocate import Programs, allocate
 from penstock.engine.batches import SplitBatch, check_documents, split_batch
 from penstock.engine.caller_passes import (
+    NOT_ZEROED,
     ROUNDED,
     SPENT,
     UPDATED,
@@ -444,7 +445,10 @@ class Engine:
         self._items = _ItemCount(1, 1, counted=True)  # of the batches behind those gradients
         self._loss_not_finite = False  # of any of these batches
         self._tensor_stats: dict[str, GradStats] | None = None  # of rounded gradients, by name
-        self._late_gradient = False  # whether the head got one after they were rounded
+        self._late_gradient = ""  # why a gradient of the head came too late, if one did
+        self.keeps_gradients = False
+        """Whether the gradients of the last update would still be there in torch, because nobody
+        has called `zero_grad`. No gradients can be added then."""
         self._expert_rows: Mapping[int, torch.Tensor] = {}  # of the last training step, by block
         self._weights_version = 0  # changes with every update, and with every checkpoint read
         self._io_retries = 0
@@ -552,7 +556,7 @@ class Engine:
                 + ("forward_backward() first" if self._computes_loss else "loss.backward() first")
             )
         if self._late_gradient:
-            raise EngineError(ROUNDED)
+            raise EngineError(self._late_gradient)
         stats = self._stats
         if self.workload.accumulate:
             stats = sum(self.round_gradients().values(), NO_GRADIENT)
@@ -630,7 +634,7 @@ class Engine:
         self._check_open()
         if live.spent:
             raise EngineError(SPENT)
-        problem = ROUNDED if self._tensor_stats is not None else ""
+        problem = self._addition_problem()
         problem = UPDATED if live.version != self._weights_version else problem
         if problem:
             # torch keeps the graph of a backward pass that failed until the next one.
@@ -655,12 +659,26 @@ class Engine:
         A gradient that comes too late raises no error here, inside of autograd, but in the backward
         pass that follows, or in `apply`.
         """
-        if self._tensor_stats is not None:
-            self._late_gradient = True
+        if problem := self._addition_problem():
+            self._late_gradient = problem
+            if not self.trains_layers:  # no backward pass follows, and `apply` raises the error
+                self._stats = NO_GRADIENT
             return
         self._memory.held.add(name, gradient)
         if not self.trains_layers:
             self._stats, self._items = NO_GRADIENT, _ItemCount(1, 1, counted=False)
+
+    def _addition_problem(self) -> str:
+        """Return why no gradient can be added now; empty if one can."""
+        if self.keeps_gradients:
+            return NOT_ZEROED
+        return ROUNDED if self._tensor_stats is not None else ""
+
+    @property
+    def held_without_gradient(self) -> set[str]:
+        """Names of the head's trained tensors that no loss has depended on since the update."""
+        # Of a gradient that came too late, `apply` tells.
+        return set() if self._late_gradient else self._memory.held.without_gradient
 
     @property
     def trains_layers(self) -> bool:
@@ -686,7 +704,7 @@ class Engine:
     def clear_gradients(self) -> None:
         """Forget the gradients that were computed."""
         self._stats = self._tensor_stats = None
-        self._late_gradient = False
+        self._late_gradient = ""
         self._memory.held.forget_gradients()
 
     @property

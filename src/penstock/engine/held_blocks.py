@@ -91,11 +91,18 @@ class HeldBlocks:
         for block, names in self.untouched.items():
             for name in names:
                 self._view(block, name).zero_()
+            self._unused |= names
             names.clear()
         return {b: self.sum(b).view(torch.uint8) for b, data in self._sums.items() if data.numel()}
 
+    @property
+    def without_gradient(self) -> set[str]:
+        """Names of trained tensors that have got no gradient."""
+        return self._unused.union(*self.untouched.values())
+
     def forget_gradients(self) -> None:
         """Start from new gradients."""
+        self._unused: set[str] = set()  # that have been completed with zeros
         self.untouched = {
             block: {t.name for t in self._tiers.inventory.blocks[block].tensors if t.trainable}
             for block in self.blocks

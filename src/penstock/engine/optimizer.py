@@ -29,6 +29,10 @@ Grouping = Callable[[Iterable[tuple[str, nn.Parameter]]], Sequence[dict[str, Any
 """Makes param groups, in the form torch's optimizers take, from named parameters."""
 
 
+NOT_COMPUTED = ("maximize", "amsgrad", "differentiable")
+"""Options of torch's optimizers that change the update, and that Penstock does not have."""
+
+
 def decay_matrices(named: Iterable[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
     """Return two param groups: matrices with weight decay, norms and biases without.
 
@@ -156,8 +160,14 @@ class StreamedOptimizer(torch.optim.Optimizer):
         }
 
     def _grouped(self, *, whole: bool) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """Yield the names of tensors, and the param group of each."""
+        """Yield the names of tensors, and the param group of each.
+
+        Raises SettingsError if a group has an option of torch's optimizers that would be ignored.
+        """
         for group in self.param_groups:
+            for option in NOT_COMPUTED:
+                if group.get(option):
+                    raise SettingsError(option, "of a param group is not supported; leave it out")
             for parameter in group["params"]:
                 name = self._names[id(parameter)]
                 if (name in self._whole) == whole:

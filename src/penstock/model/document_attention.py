@@ -66,9 +66,12 @@ BAND = 1024
 
 
 def find_documents(position_ids: torch.Tensor) -> Bounds | None:
-    """Find where documents begin: at positions of 0. Return None if each row is one document."""
+    """Find where documents begin. Return None if each row is one document.
+
+    That is where a position does not follow the one before it, as in transformers.
+    """
     length = position_ids.shape[1]
-    starts = [(row[1:] == 0).nonzero()[:, 0] + 1 for row in position_ids]
+    starts = [(row[1:] != row[:-1] + 1).nonzero()[:, 0] + 1 for row in position_ids]
     rows = [[0, *row.tolist(), length] for row in starts]
     return None if all(len(row) == 2 for row in rows) else rows
 

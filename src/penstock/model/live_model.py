@@ -177,6 +177,9 @@ class LiveModel:
                 f"{type(self.model).__name__} cannot be copied ({problem}); pass its directory to "
                 f"prepare instead of the model"
             ) from problem
+        for module in bare.modules():
+            if "gradient_checkpointing" in vars(module):
+                vars(module)["gradient_checkpointing"] = False  # the engine recomputes layers
         config: Any = bare.config
         if not own_attention:
             set_attention([config], DOCUMENTS)
