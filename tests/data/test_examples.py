@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,15 @@ def turns(*texts: str) -> str:
             {"prompt": "Hi", "completion": [{"role": "assistant", "content": "Ho"}]},
             turns("Hi", "Ho"),
         ),
+        (
+            {
+                "system": "Be kind.",
+                "prompt": [{"role": "user", "content": "Hi"}],
+                "completion": [{"role": "assistant", "content": "Ho"}],
+            },
+            "<|im_start|>system\nBe kind.<|im_end|>\n" + turns("Hi", "Ho"),
+        ),
+        ({"messages": json.dumps(chat("Hi", "Ho")["messages"], indent=2)}, turns("Hi", "Ho")),
     ],
 )
 def test_common_records_are_chats(record: dict[str, Any], text: str, tmp_path: Path) -> None:
@@ -54,6 +64,19 @@ def test_common_records_are_chats(record: dict[str, Any], text: str, tmp_path: P
 
     assert whole_text(dataset) == text
     assert all(part.endswith("<|im_end|>") for part in trained_text(dataset))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ['[{"name": "Ann", "age": 3}]', '[{"from": "Rome", "to": "Oslo"}]', '[{"role": "chair"}]'],
+)
+def test_a_prompt_or_completion_may_be_json(answer: str, tmp_path: Path) -> None:
+    records = [{"prompt": "As JSON: ", "completion": answer}, {"prompt": answer, "completion": "x"}]
+    dataset = dataset_of(tmp_path, records)
+
+    assert [whole_text(dataset, n) for n in (0, 1)] == [
+        f"As JSON: {answer}<|end|>", f"{answer}x<|end|>",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -185,6 +208,7 @@ YES, NO = ({"role": "assistant", "content": text} for text in ("It is.", "No."))
         {"prompt": "Two?", "chosen": [YES], "rejected": [NO]},
         {"prompt": "Two?", "chosen": [*ASK, YES], "rejected": [*ASK, NO]},
         {"prompt": ASK, "chosen": [YES], "rejected": [NO]},
+        {"prompt": ASK, "chosen": [*ASK, YES], "rejected": [*ASK, NO]},
         {"chosen": [*ASK, YES], "rejected": [*ASK, NO]},
     ],
 )
@@ -196,6 +220,29 @@ def test_a_pair_is_two_chats_with_trained_answers(record: dict[str, Any], tmp_pa
         ["It is.<|im_end|>"], ["No.<|im_end|>"],
     ]  # fmt: skip
     assert whole_text(pairs.documents, 1) == turns("Two?", "No.")
+
+
+BRIEF = {"role": "system", "content": "Be brief."}
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"system": "Be brief.", "prompt": "Two?", "chosen": [YES], "rejected": [NO]},
+        {"system": "Be brief.", "prompt": ASK, "chosen": [*ASK, YES], "rejected": [*ASK, NO]},
+        {"system": "Be brief.", "chosen": [*ASK, YES], "rejected": [*ASK, NO]},
+        {"prompt": "Two?", "chosen": [BRIEF, *ASK, YES], "rejected": [BRIEF, *ASK, NO]},
+        {"prompt": [BRIEF, *ASK], "chosen": [BRIEF, *ASK, YES], "rejected": [NO]},
+    ],
+)
+def test_a_pair_has_its_system_message_once(record: dict[str, Any], tmp_path: Path) -> None:
+    pairs = pairs_of(tmp_path, [record])
+
+    assert [whole_text(pairs.documents, n) for n in (0, 1)] == [
+        "<|im_start|>system\nBe brief.<|im_end|>\n" + turns("Two?", said)
+        for said in ("It is.", "No.")
+    ]
+    assert trained_text(pairs.documents, 0) == ["It is.<|im_end|>"]
 
 
 def test_pairs_of_strings_need_no_chat_template(tmp_path: Path) -> None:

@@ -286,6 +286,17 @@ def test_text_that_is_not_utf8_is_rejected_with_the_byte(tmp_path: Path) -> None
         open_dataset(tmp_path / "latin.txt", small_tokenizer(), cache_dir=tmp_path / "cache")
 
 
+def test_a_byte_order_mark_is_not_part_of_the_text(tmp_path: Path) -> None:
+    (tmp_path / "good.txt").write_bytes(b"\xef\xbb\xbfOne.\fTwo.")
+    (tmp_path / "bad.txt").write_bytes(b"\xef\xbb\xbfcaf\xe9 au lait")
+
+    dataset = open_dataset(tmp_path / "good.txt", small_tokenizer(), cache_dir=tmp_path / "cache")
+
+    assert [whole_text(dataset, n) for n in (0, 1)] == ["One.<|end|>", "Two.<|end|>"]
+    with pytest.raises(SourceError, match="not UTF-8 text at byte 6"):
+        open_dataset(tmp_path / "bad.txt", small_tokenizer(), cache_dir=tmp_path / "cache")
+
+
 def as_documents(items: list[Item]) -> list[str]:
     documents, document = [], ""
     for item in items:

@@ -20,6 +20,9 @@ ROLES = {
 }
 """ShareGPT's names of roles. Other names are passed to the chat template unchanged."""
 
+CHAT_ROLES = frozenset({"system", "developer", "user", "assistant", "model", "tool", *ROLES})
+"""Roles by which messages are told apart from other objects in a string of JSON."""
+
 CHATS = ("messages", "conversations", "conversation")
 """Columns that hold the messages of a chat."""
 
@@ -152,16 +155,22 @@ def _pair(record: Mapping[str, Any]) -> tuple[Example, ...]:
             raise BadRecordError(f"has {_found(record)}; expected chosen and rejected")
     if "prompt" not in record:
         return _chats_with_common_prompt(record)
-    prompt = record["prompt"]
-    rest = {key: record[key] for key in ("system", "tools") if key in record}
-    asked = [{"role": "user", "content": prompt}]
-    sides = []
-    for key in ("chosen", "rejected"):
-        answer = _parsed(record[key])
-        if isinstance(answer, list) and answer[:1] == asked:
-            answer = answer[1:]  # some data sets repeat the prompt as the first message
-        sides.append(_completion({**rest, "prompt": prompt, "completion": answer}))
-    return tuple(sides)
+    return tuple(_side(record, key) for key in ("chosen", "rejected"))
+
+
+def _side(record: Mapping[str, Any], key: str) -> Example:
+    """Return one example of a pair with a prompt, which the messages of the answer may repeat."""
+    prompt, answer = _parsed(record["prompt"]), _parsed(record[key])
+    if isinstance(prompt, str | list) and isinstance(answer, list):
+        before, messages = _prompt_messages(prompt), _messages(answer, key)
+        # A repeated prompt may begin with a system message that the prompt does not have.
+        start = int(messages[0]["role"] == "system" != before[0]["role"])
+        if messages[start : start + len(before)] == before:
+            whole = _with_system(record, messages)
+            first = start + len(before) + len(whole) - len(messages)
+            return _as_chat(whole, record.get("tools"), first=first)
+    rest = {name: record[name] for name in ("system", "tools") if name in record}
+    return _completion({**rest, "prompt": prompt, "completion": answer})
 
 
 def _chats_with_common_prompt(record: Mapping[str, Any]) -> tuple[Example, ...]:
@@ -171,7 +180,12 @@ def _chats_with_common_prompt(record: Mapping[str, Any]) -> tuple[Example, ...]:
         if one != other:
             break
         same += 1
-    return tuple(_as_chat(messages, record.get("tools"), first=same) for messages in chats)
+    sides = []
+    for chat in chats:
+        messages = _with_system(record, chat)
+        first = same + len(messages) - len(chat)
+        sides.append(_as_chat(messages, record.get("tools"), first=first))
+    return tuple(sides)
 
 
 def _alpaca(record: Mapping[str, Any]) -> Chat:
@@ -196,30 +210,39 @@ def _alpaca(record: Mapping[str, Any]) -> Chat:
 
 
 def _chat(record: Mapping[str, Any], key: str) -> Chat:
-    messages = _messages(record[key], key)
+    messages = _with_system(record, _messages(record[key], key))
+    return _as_chat(messages, record.get("tools"), first=0)
+
+
+def _with_system(record: Mapping[str, Any], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Put the record's system message before messages that have none."""
     system = record.get("system")
     if system is not None and not isinstance(system, str):
         raise BadRecordError(f"system must be a string, got {system!r:.40}")
     if system and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": system}, *messages]
-    return _as_chat(messages, record.get("tools"), first=0)
+        return [{"role": "system", "content": system}, *messages]
+    return messages
 
 
 def _completion(record: Mapping[str, Any]) -> Chat | Completion:
     prompt, completion = _parsed(record["prompt"]), _parsed(record["completion"])
-    if isinstance(prompt, list) and isinstance(completion, list):
-        before = _messages(prompt, "prompt")
+    if isinstance(prompt, str | list) and isinstance(completion, list):
+        before = _with_system(record, _prompt_messages(prompt))
         messages = [*before, *_messages(completion, "completion")]
         return _as_chat(messages, record.get("tools"), first=len(before))
-    if isinstance(prompt, str) and isinstance(completion, list):
-        before = [{"role": "user", "content": prompt}]
-        return _completion({**record, "prompt": before, "completion": completion})
     if not isinstance(prompt, str):
         raise BadRecordError(
             f"prompt must be a string, or a list of messages if completion is one; "
             f"got {prompt!r:.40}"
         )
     return Completion(prompt, _nonempty_string(completion, "completion"))
+
+
+def _prompt_messages(prompt: str | list[Any]) -> list[dict[str, Any]]:
+    """Return the messages of a prompt. A string is what the user says."""
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    return _messages(prompt, "prompt")
 
 
 def _as_chat(messages: list[dict[str, Any]], tools: object, *, first: int) -> Chat:
@@ -243,20 +266,37 @@ def _weight(message: dict[str, Any], number: int) -> bool:
 
 
 def _messages(value: object, key: str) -> list[dict[str, Any]]:
-    value = _parsed(value)
+    value = _json_list(value)
     if not isinstance(value, list) or not value:
         raise BadRecordError(f"{key} must be a list of messages, got {value!r:.40}")
     return [_message(item, f"message {number} of {key}") for number, item in enumerate(value, 1)]
 
 
 def _parsed(value: object) -> object:
-    """Return messages that a CSV file or a column of text has as JSON; other values unchanged."""
-    if isinstance(value, str) and value.lstrip().startswith("[{"):
+    """Return messages that a string has as JSON. Other values are returned unchanged.
+
+    A prompt or a completion may be JSON itself, such as a list of the names in a text.
+    """
+    parsed = _json_list(value)
+    return parsed if isinstance(parsed, list) and parsed and _is_message(parsed[0]) else value
+
+
+def _json_list(value: object) -> object:
+    """Return the list that a CSV file or a column of text has as JSON; other values unchanged."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
         try:
             return json.loads(value)
         except (ValueError, RecursionError):
             return value  # a text that begins with a bracket
     return value
+
+
+def _is_message(item: object) -> bool:
+    """Return whether an object has the keys of a message and a role that chats have."""
+    if not isinstance(item, Mapping):
+        return False
+    role = item.get("role", item.get("from"))
+    return role in CHAT_ROLES and any(key in item for key in ("content", "value", "tool_calls"))
 
 
 def _message(item: object, name: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterator
 from typing import BinaryIO
 
@@ -40,10 +41,11 @@ class TextFile(FileSource):
                 opens = closes
 
     def _decode(self, piece: bytes, start: int) -> str:
+        text = piece if start else piece.removeprefix(codecs.BOM_UTF8)
         try:
-            return piece.decode()
+            return text.decode()
         except UnicodeDecodeError as wrong:
-            at = start + wrong.start
+            at = start + len(piece) - len(text) + wrong.start
             raise SourceError(
                 self.name, f"is not UTF-8 text at byte {at}; convert it, for example with iconv"
             ) from None

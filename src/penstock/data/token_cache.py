@@ -52,7 +52,7 @@ COLUMNS = 3
 """Columns of documents.bin: the end of the document in tokens, its targets, a hash of its
 tokens."""
 
-ENCODING = 2
+ENCODING = 3
 """Raised when the code makes other tokens or other bad lines from the same sources."""
 
 KEPT_LINES = 100
