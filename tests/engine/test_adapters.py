@@ -198,6 +198,15 @@ def test_a_self_check_passes_with_adapters_that_are_multiplied_by_a_large_factor
         assert engine.self_checked
 
 
+def test_a_self_check_passes_with_a_small_adapter_without_clipping(tmp_path: Path) -> None:
+    """Rounding moves its second moments by as much as the limit that one sample gives."""
+    model = adapted("qwen3", dtype=torch.bfloat16, num_attention_heads=2, num_key_value_heads=1)
+    work = {"dtype": "bf16", "clip": None, "batch": 4, "micro_batch": 4}
+
+    with prepare(model, tmp_path, self_check=True, work=work) as engine:
+        assert engine.self_checked
+
+
 OTHERS = {
     "IA3": peft.IA3Config(
         target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]

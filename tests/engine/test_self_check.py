@@ -45,11 +45,12 @@ def plain_training_once(monkeypatch: Patch) -> None:
     """Let tests share plain training, which depends on nothing that they change in the engine."""
     original = module._train_plainly
 
-    def train(twin: Any, workload: Any) -> Any:
+    def train(twin: Any, workload: Any, first_seed: int) -> Any:
         # The configs of two classes may be equal.
-        key = twin.model_class, twin.config.to_json_string(), tuple(twin.freeze), repr(workload)
+        settings = twin.config.to_json_string(), tuple(twin.freeze), repr(workload)
+        key = twin.model_class, *settings, first_seed
         if key not in _plain_results:
-            _plain_results[key] = original(twin, workload)
+            _plain_results[key] = original(twin, workload, first_seed)
         return _plain_results[key]
 
     monkeypatch.setattr(module, "_train_plainly", train)
@@ -289,6 +290,23 @@ def test_an_update_may_turn_where_rounding_decides_the_sign_of_the_gradient() ->
     found = module.first_difference(wrong, sure, results(rounded), unit)
     assert found is not None
     assert found.quantity.kind == "update"
+
+
+def test_a_difference_with_some_tokens_only_is_rounding(monkeypatch: Patch) -> None:
+    original, seeds = module._train_plainly, list[int]()
+
+    def train(twin: Any, workload: Any, first_seed: int) -> Any:
+        plain = original(twin, workload, first_seed)
+        seeds.append(first_seed)
+        if len(seeds) > 1:
+            return plain
+        wrong = {q: 1.5 * each for q, each in plain.expected.items()}
+        return plain._replace(expected=wrong, rounded=wrong)
+
+    monkeypatch.setattr(module, "_train_plainly", train)
+    check("llama", dtype="fp32")
+
+    assert seeds == [0, module.SEEDS]
 
 
 def test_an_update_without_a_gradient_is_compared() -> None:

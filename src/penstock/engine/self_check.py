@@ -93,6 +93,10 @@ SEEDS = 2
 """Number of times that tokens are drawn, at most. Twins that are sensitive to rounding mostly are
 so with any tokens, and each time takes as long as the rest of the check."""
 
+ATTEMPTS = 2
+"""Number of times that a check must fail, each with other tokens. The limit comes from one sample
+of rounding. With an unlucky one, a small adapter that is trained correctly differs by more."""
+
 Progress = Callable[[int, int, str], None]
 
 
@@ -301,7 +305,24 @@ def _frozen(inventory: Inventory, path: str) -> list[str]:
 def _run_check(twin: _Twin, check: _Check) -> None:
     if check.workload.dtype != "fp32":
         twin = twin.with_all_experts()
-    plain = _train_plainly(twin, check.workload)
+    difference = None
+    for attempt in range(ATTEMPTS):
+        found = _find_difference(twin, check, first_seed=attempt * SEEDS)
+        if found is None:
+            return
+        difference = difference or found
+    assert difference is not None
+    quantity = difference.quantity
+    raise SelfCheckError(
+        twin.model_class.__name__, check.where, str(difference),
+        tensor=quantity.name or quantity.kind,
+        difference=difference.error, limit=difference.limit,
+    )  # fmt: skip
+
+
+def _find_difference(twin: _Twin, check: _Check, first_seed: int) -> Difference | None:
+    """Train the twin both ways, and return the first result that differs, or None."""
+    plain = _train_plainly(twin, check.workload, first_seed)
     try:
         found = _train_streamed(twin, check, plain)
     except (torch.OutOfMemoryError, PenstockError):
@@ -311,14 +332,7 @@ def _run_check(twin: _Twin, check: _Check) -> None:
         raise SelfCheckError(
             twin.model_class.__name__, check.where, f"{type(problem).__name__}: {first}"
         ) from problem
-    unit = UNIT[check.workload.dtype]
-    if difference := first_difference(found, plain.expected, plain.rounded, unit):
-        quantity = difference.quantity
-        raise SelfCheckError(
-            twin.model_class.__name__, check.where, str(difference),
-            tensor=quantity.name or quantity.kind,
-            difference=difference.error, limit=difference.limit,
-        )  # fmt: skip
+    return first_difference(found, plain.expected, plain.rounded, UNIT[check.workload.dtype])
 
 
 def _train_streamed(twin: _Twin, check: _Check, plain: _PlainResults) -> Results:
@@ -342,14 +356,14 @@ class _PlainResults(NamedTuple):
     """Computed in the type of the run."""
 
 
-def _train_plainly(twin: _Twin, workload: Workload) -> _PlainResults:
+def _train_plainly(twin: _Twin, workload: Workload, first_seed: int) -> _PlainResults:
     """Train the unmodified twin in fp32, and in the type of the run.
 
     A twin may be sensitive to rounding, for example if it normalizes a state that is nearly zero
     for some tokens. Other tokens are drawn then, so that an error does not pass for rounding.
     """
     best: tuple[float, _PlainResults] | None = None
-    for seed in range(SEEDS):
+    for seed in range(first_seed, first_seed + SEEDS):
         # The engine runs without this context, as in the run: compiled code would depend on it.
         with _default_device_cpu():
             plain = _train_on_tokens(twin, workload, seed)

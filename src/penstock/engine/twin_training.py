@@ -52,8 +52,16 @@ OPTIMIZER: Mapping[str, Any] = {"lr": 1e-2, "betas": (0.8, 0.9), "eps": 3e-4, "w
 the epsilon, and is a smooth function of the gradient: with a tiny one, the sign of a gradient that
 is zero but for rounding would decide it."""
 
+UNCLIPPED_EPS = 1e-2
+"""The epsilon for a run without clipping, whose twin has gradients about 20 times as large."""
+
 LOSS_SCALE = 1024.0
 """Loss scale of fp16, without overflow in a twin."""
+
+
+def optimizer_options(workload: Workload) -> Mapping[str, Any]:
+    """Return the options of AdamW with which a twin is trained."""
+    return OPTIMIZER if workload.clip is not None else {**OPTIMIZER, "eps": UNCLIPPED_EPS}
 
 
 class Quantity(NamedTuple):
@@ -147,7 +155,8 @@ class PlainTraining:
         self._initial = {name: master.detach().clone() for name, master in self._masters.items()}
         groups = decay_matrices(self._trained.items())
         self._norm = 0.0  # of the last gradient, before it was clipped
-        self._adamw = torch.optim.AdamW([g for g in groups if g["params"]], **OPTIMIZER)
+        groups = [group for group in groups if group["params"]]
+        self._adamw = torch.optim.AdamW(groups, **optimizer_options(workload))
 
     def train(self, batches: Sequence[Batch]) -> Results:
         results: Results = {}
@@ -320,7 +329,9 @@ def train_with_engine(
         bare, inventory, mlp_tile=numerics.mlp_tile, compiled=numerics.compiled,
         deterministic=numerics.deterministic, recomputes=True,
     )  # fmt: skip
-    settings = EngineSettings(optimizer=OPTIMIZER, grouping=decay_matrices, sweep_threads=1)
+    settings = EngineSettings(
+        optimizer=optimizer_options(workload), grouping=decay_matrices, sweep_threads=1
+    )
     try:
         with Engine(plan, inventory, split_model, device, settings) as engine:
             set_weights(engine.access, inventory, weights)
