@@ -164,6 +164,10 @@ def test_replacing_values_keeps_all_others() -> None:
         ("save_every", "0"),
         ("model_config", [1]),
         ("deterministic", "yes"),
+        ("out", ""),
+        ("cache", ""),
+        ("sample_prompts", ""),
+        ("columns", ["prompt=a", "prompt=b"]),
     ],
 )
 def test_an_invalid_value_is_reported_with_its_file_and_field(name: str, value: object) -> None:
@@ -228,6 +232,9 @@ def test_a_file_may_mix_groups_and_flat_names_with_hyphens(tmp_path: Path) -> No
         ("a: [", "is not YAML"),
         ("memory: 3", "memory: must map names to values"),
         ("lr: 1\nschedule:\n  lr: 2\n", "lr: is given twice"),
+        ("steps: 1\nlr: 1\nsteps: 2\n", "steps: is given twice"),
+        ("schedule: {lr: 1, steps: 2, lr: 3}", "lr: is given twice"),
+        ("save-every: 1\nsave_every: 2\n", "save_every: is given twice"),
     ],
 )
 def test_an_invalid_file_is_refused(tmp_path: Path, text: str, message: str) -> None:
@@ -236,6 +243,19 @@ def test_an_invalid_file_is_refused(tmp_path: Path, text: str, message: str) -> 
 
     with pytest.raises(SettingsError, match=message):
         read_yaml(path)
+
+
+def test_a_file_may_have_anchors_and_merges(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "memory: &memory {hbm: 1GiB, dram: 2GiB}\n"
+        "model: {model_config: {a: &a {b: 1}, c: *a, d: {<<: *a, b: 2}}}\n"
+    )
+
+    read = read_yaml(path)
+
+    assert (read["hbm"], read["dram"]) == ("1GiB", "2GiB")
+    assert read["model_config"]["d"] == {"b": 2}
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:

@@ -174,7 +174,10 @@ class DataSettings:
         wrong = not all(sign and name.strip() and column.strip() for name, sign, column in pairs)
         rule = "must have the form prompt=question,completion=answer"
         _refuse("columns", wrong, rule, ",".join(self.columns))
-        return {name.strip(): column.strip() for name, _, column in pairs}
+        names = [name.strip() for name, _, _ in pairs]
+        twice = len(set(names)) < len(names)
+        _refuse("columns", twice, "must give each name once", ",".join(self.columns))
+        return {name: column.strip() for name, (_, _, column) in zip(names, pairs, strict=True)}
 
     @property
     def chosen_context(self) -> int:
@@ -664,7 +667,9 @@ def _read_mapping(path: str | Path) -> dict[str, Any]:
     import yaml
 
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
+        content = yaml.safe_load(text)
+        twice = _key_given_twice(yaml.compose(text, yaml.SafeLoader), set())
     except OSError as failed:
         raise SettingsError("", f"cannot be read: {failed.strerror}", where=str(path)) from None
     except RecursionError:
@@ -672,7 +677,30 @@ def _read_mapping(path: str | Path) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError) as wrong:  # a number or a date that Python cannot read
         first = str(wrong).splitlines()[0]
         raise SettingsError("", f"is not YAML: {first}", where=str(path)) from None
+    if twice:
+        raise SettingsError(twice, "is given twice", where=str(path))
     return {} if content is None else _named(content, "", str(path))
+
+
+def _key_given_twice(node: Any, seen: set[int]) -> str:
+    """Return a key that a mapping in a YAML document has twice, or "". YAML takes the last one."""
+    import yaml
+
+    if not isinstance(node, yaml.CollectionNode) or id(node) in seen:
+        return ""
+    seen.add(id(node))  # an alias leads to the same node, perhaps one that contains it
+    names = set[str]()
+    children = []
+    for child in node.value:
+        key, value = child if isinstance(node, yaml.MappingNode) else (None, child)
+        children.append(value)
+        if isinstance(key, yaml.ScalarNode):
+            # `save-every` and `save_every` are the same setting.
+            name = str(key.value).replace("-", "_")
+            if name in names:
+                return name
+            names.add(name)
+    return next((found for child in children if (found := _key_given_twice(child, seen))), "")
 
 
 def write_yaml(
@@ -730,6 +758,10 @@ def _group_of(name: str, values: Layer, source: str) -> str:
 
 
 def _replace_group(group: Any, values: Mapping[str, Any], source: str) -> Any:
+    for name, value in values.items():
+        # As a path, an empty text would be the current directory.
+        if value == "" and (name == "out" or TYPES[name] == str | None):
+            raise SettingsError(name, 'must not be empty, got ""; leave it out', where=source)
     unchanged = {f.name: getattr(group, f.name) for f in dataclasses.fields(group)}
     try:
         return from_json(type(group), {**unchanged, **values})

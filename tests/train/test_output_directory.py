@@ -16,7 +16,7 @@ from penstock.checkpoint.run_directory import latest_checkpoint, list_checkpoint
 from penstock.checkpoint.training_state import TrainingState
 from penstock.engine.engine import Engine
 from penstock.train.checkpoints import CheckpointSaver
-from penstock.train.errors import OutLostError
+from penstock.train.errors import OutLostError, OutNotADirectoryError
 from penstock.train.output_directory import OutputDirectory
 from tests.train.conftest import STEPS
 from tests.train.runs import RESIDENT, RunResult, Runs, contents, run_command
@@ -208,6 +208,21 @@ def test_a_file_that_disappears_during_a_save_leaves_no_complete_checkpoint(
     assert result.code == 0, result.errors
     assert "config.json disappeared during the save" in result.errors
     assert [checkpoint.step for checkpoint in list_checkpoints(out).whole] == [6, 4]
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_something_else_under_the_name_is_named(resume: bool, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to("nothing")
+    expected = {
+        "file": r"file is not a directory; remove it, or choose another --out",
+        "file/deeper": r"file is not a directory, which is in the path .*file/deeper;",
+        "link": r"link is a link to nothing;",
+    }
+
+    for name, words in expected.items():
+        with pytest.raises(OutNotADirectoryError, match=words):
+            OutputDirectory(tmp_path / name, resume=resume)
 
 
 def test_a_directory_that_cannot_be_created_again_is_named(

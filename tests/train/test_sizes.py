@@ -167,6 +167,20 @@ def test_what_is_cut_is_also_reported_from_the_cache_and_of_the_evaluation_data(
     assert "for example --resume --steps 2" in again.output
 
 
+def test_a_run_with_more_steps_than_its_settings_says_how_to_train_longer(
+    model: Path, tmp_path: Path
+) -> None:
+    flags = arguments(tmp_path, model, [chat("Hello?", WORD)] * 3)
+    out = ["--out", str(tmp_path / "out"), "--cache", str(tmp_path / "cache")]
+
+    assert run_command(["train", *flags, *out, "--context", "64", "--steps", "3"]).code == 0
+    again = run_command(["train", *out, "--resume", "--steps", "1"])
+
+    assert again.code == 0, again.errors
+    assert "finished after 3 steps, which is more than the 1 of these settings" in again.output
+    assert "for example --resume --steps 6" in again.output
+
+
 def test_little_that_is_cut_is_a_note(model: Path, tmp_path: Path) -> None:
     long = chat("Hello?", WORD * 90)
     flags = arguments(tmp_path, model, [long, *[chat("Hello?", WORD * 70)] * 30])

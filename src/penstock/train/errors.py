@@ -34,6 +34,16 @@ class OutNotEmptyError(TrainError, FileExistsError):
         )
 
 
+class OutNotADirectoryError(TrainError, NotADirectoryError):
+    """A file, or a link to nothing, has the name of the output directory."""
+
+    def __init__(self, path: str, found: str) -> None:
+        self.path, self.found = path, found
+        what = "a link to nothing" if Path(found).is_symlink() else "not a directory"
+        where = "" if found == path else f", which is in the path {path}"
+        super().__init__(f"{found} is {what}{where}; remove it, or choose another --out")
+
+
 class OutInUseError(TrainError):
     """Another process trains into the same directory."""
 

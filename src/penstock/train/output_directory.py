@@ -16,7 +16,12 @@ from pathlib import Path
 
 from penstock.checkpoint.run_directory import remove_leftovers
 from penstock.durable_files import remove_abandoned_drafts
-from penstock.train.errors import OutInUseError, OutLostError, OutNotEmptyError
+from penstock.train.errors import (
+    OutInUseError,
+    OutLostError,
+    OutNotADirectoryError,
+    OutNotEmptyError,
+)
 
 _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
@@ -37,7 +42,12 @@ class OutputDirectory:
             existing = sorted(os.listdir(self.path)) if self.path.is_dir() else []
             if existing:
                 raise OutNotEmptyError(str(self.path), existing)
-        self._create()
+        try:
+            self._create()
+        except (FileExistsError, NotADirectoryError):
+            paths = (self.path, *self.path.parents)
+            found = next(path for path in paths if os.path.lexists(path) and not path.is_dir())
+            raise OutNotADirectoryError(str(self.path), str(found)) from None
         remove_leftovers(self.path)
         for folder in (self.path, *(entry for entry in self.path.iterdir() if entry.is_dir())):
             if not folder.is_symlink():

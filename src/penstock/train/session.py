@@ -275,7 +275,7 @@ def _open_run(
         settings, batches.steps, from_zero=resume is not None and resume.warmup_from_zero
     )
     if resume is not None and batches.step >= batches.steps:
-        listeners.note(_describe_finished(settings, batches.steps))
+        listeners.note(_describe_finished(settings, batches.step, batches.steps))
     if session.group.world > 1:
         listeners.note(describe_ranks(session.group))
     machines = session.group.place.machines
@@ -418,14 +418,17 @@ def _describe_short_run(settings: Settings, steps: int) -> list[str]:
     ]
 
 
-def _describe_finished(settings: Settings, steps: int) -> str:
+def _describe_finished(settings: Settings, done: int, steps: int) -> str:
     """Say that a resumed run has nothing left to do, and how to train longer."""
-    epochs, noun = settings.schedule.epochs or 1, "step" if steps == 1 else "steps"
+    out, epochs = settings.checkpoint.out, settings.schedule.epochs or 1
     given = settings.schedule.steps is not None
-    more = f"--steps {2 * steps}" if given else f"--epochs {epochs + 1:g}"
+    noun = "step" if done == 1 else "steps"
+    # Both numbers count from the beginning of the run.
+    more = f"--steps {2 * done}" if given else f"--epochs {math.floor(epochs * done / steps) + 1}"
+    fewer = f", which is more than the {steps} of these settings" if done > steps else ""
     return (
-        f"note: the run in {settings.checkpoint.out} is finished after {steps} {noun}. To train "
-        f"longer, pass a larger number of steps or epochs, for example --resume {more}"
+        f"note: the run in {out} is finished after {done} {noun}{fewer}. To train longer, pass a "
+        f"larger number of steps or epochs, counted from its beginning, for example --resume {more}"
     )
 
 
