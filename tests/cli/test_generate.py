@@ -161,6 +161,19 @@ def test_an_invalid_line_is_named_before_anything_runs(
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize("arguments", [("--prompt", ""), ("--file", "missing.jsonl")])
+def test_prompts_are_read_before_the_weights(
+    arguments: tuple[str, str], generate: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.generate.load.load_resident", None)
+
+    code, out, err = generate(*arguments)
+
+    assert (code, out) == (1, "")
+    assert arguments[1] in err
+    assert "Traceback" not in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [

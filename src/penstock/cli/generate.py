@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -187,8 +187,12 @@ def generate_command(
     )
     sampling: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     defaults = Request(prompt="-", max_new=max_new, stop=tuple(stop or ()), **sampling)
-    loaded = _load_model(settings, quiet=as_json)
-    requests = _read_requests(Prompts(loaded.tokenizer, defaults, chat), prompt, file)
+    requests: list[Request] = []
+
+    def read_requests(tokenizer: Any) -> None:
+        requests.extend(_read_requests(Prompts(tokenizer, defaults, chat), prompt, file))
+
+    loaded = _load_model(settings, read_requests, quiet=as_json)
     options = {
         "seed": seed,
         "chunk": prefill_chunk,
@@ -221,11 +225,13 @@ def _check_size(hbm: str) -> None:
         parse_size(hbm, "--hbm", parse_memory)
 
 
-def _load_model(settings: GenerateSettings, *, quiet: bool) -> LoadedModel:
+def _load_model(
+    settings: GenerateSettings, on_tokenizer: Callable[[Any], None], *, quiet: bool
+) -> LoadedModel:
     from penstock.generate.load import load
 
     with progress_bar("loading", quiet=quiet) as report:
-        loaded = load(settings, report)
+        loaded = load(settings, report, on_tokenizer=on_tokenizer)
     for note in loaded.notes:
         print(f"note: {note}", file=sys.stderr)
     return loaded

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,8 +92,16 @@ class LoadedModel:
     """Notes for the user."""
 
 
-def load(settings: GenerateSettings, progress: Progress) -> LoadedModel:
-    """Load a model: resident where it fits, streamed where it does not."""
+def load(
+    settings: GenerateSettings,
+    progress: Progress,
+    *,
+    on_tokenizer: Callable[[Any], object] = lambda tokenizer: None,
+) -> LoadedModel:
+    """Load a model: resident where it fits, streamed where it does not.
+
+    `on_tokenizer` is called with the tokenizer before any weight is read, which may take minutes.
+    """
     import torch
 
     from penstock.checkpoint.manifest import check_small_files
@@ -119,6 +128,7 @@ def load(settings: GenerateSettings, progress: Progress) -> LoadedModel:
     tokenizer = load_tokenizer(
         source if own else tokens, revision=revision if own else None, trust_remote_code=trust
     )
+    on_tokenizer(tokenizer)
     folder = model_directory(source, revision)
     if not memory.streamed:
         model = load_resident(folder, inventory, dtype, device, trust, adapter)
