@@ -11,8 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from penstock.train.signals import GuardedStream, StopRequest
-from tests.train.runs import RESIDENT, Runs, run_command, wait_for_line
+from penstock.train.signals import (
+    GuardedStream,
+    SignalInterrupt,
+    StopRequest,
+    interrupt_on_signals,
+)
+from tests.train.runs import RESIDENT, TIGHT, Runs, run_command, wait_for_line
 
 
 def test_the_second_signal_exits_immediately() -> None:
@@ -49,6 +54,49 @@ def test_a_run_under_nohup_ignores_the_closed_terminal() -> None:
             signal.raise_signal(signal.SIGHUP)
             assert not stop.requested
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_before_the_first_step_leaves_nothing(
+    number: signal.Signals, runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine has its store then, and the default of the signal would leave it on the drive."""
+    drive, out, stores = tmp_path / "drive", tmp_path / "out", list[str]()
+    drive.mkdir()
+
+    def interrupt(*_: object) -> None:
+        stores.extend(os.listdir(drive))
+        signal.raise_signal(number)
+
+    before = signal.signal(number, signal.SIG_DFL)  # the tests may run under nohup
+    try:
+        monkeypatch.setattr("penstock.train.session.CheckpointSaver", interrupt)
+        budgets = (*TIGHT, "--nvme", f"{drive}:64MiB")
+        ended = run_command(runs.flags(out, *budgets, "--steps", "1"))
+        assert signal.getsignal(number) is signal.SIG_DFL
+    finally:
+        signal.signal(number, before)
+
+    assert stores, ended.errors
+    assert ended.code == 128 + number, ended.errors
+    assert "interrupted before the first step" in ended.errors
+    assert os.listdir(drive) == []
+    assert not out.exists()
+
+
+def test_the_signals_of_a_closed_terminal_interrupt_once() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        with interrupt_on_signals():
+            with pytest.raises(SignalInterrupt) as interrupted:
+                signal.raise_signal(signal.SIGHUP)
+            signal.raise_signal(signal.SIGHUP)
+        assert interrupted.value.exit_code == 129
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        with interrupt_on_signals():
+            signal.raise_signal(signal.SIGHUP)
     finally:
         signal.signal(signal.SIGHUP, before)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
 from pathlib import Path
@@ -35,13 +36,19 @@ def train_command(**flags: Any) -> None:
 
     Press Ctrl-C once to save a checkpoint and stop; continue later with --resume.
     """
+    from penstock.train.signals import interrupt_on_signals
+
     place = RankPlace.of()
     try:
-        _train(flags, place)
-    except KeyboardInterrupt:
+        # A rank may wait for others in a call that Python cannot interrupt.
+        with interrupt_on_signals() if place is None else contextlib.nullcontext():
+            _train(flags, place)
+    except KeyboardInterrupt as interrupted:
         if place is None:
-            print_errors(INTERRUPTED)
-            raise typer.Exit(EXIT_INTERRUPTED) from None
+            with contextlib.suppress(OSError):  # a closed terminal
+                print_errors(INTERRUPTED)
+            code = getattr(interrupted, "exit_code", EXIT_INTERRUPTED)
+            raise typer.Exit(code) from None
         end_process(EXIT_INTERRUPTED)  # one rank says so, if they are connected already
 
 

@@ -7,6 +7,7 @@ import errno
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any, TextIO, cast
@@ -91,6 +92,43 @@ class StopRequest:
     def _tell(self, text: str) -> None:
         if not self._quiet:
             write_error(text)
+
+
+class SignalInterrupt(KeyboardInterrupt):
+    """A signal other than Ctrl-C that ends the process as Ctrl-C does."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.exit_code = 128 + number
+
+
+@contextlib.contextmanager
+def interrupt_on_signals() -> Iterator[None]:
+    """Let the first SIGTERM or SIGHUP raise SignalInterrupt, also where no StopRequest is entered.
+
+    By default these signals end the process without releasing anything, and a run that has not
+    reached its first step would leave its store on the NVMe drive.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    # Python's default for Ctrl-C raises. Under nohup, SIGHUP stays ignored.
+    numbers = [n for n in SIGNALS if signal.getsignal(n) is signal.SIG_DFL]
+
+    def raise_interrupt(number: int, _: FrameType | None) -> None:
+        # A second SIGTERM ends the process. A closed terminal sends SIGHUP several times.
+        for each in numbers:
+            again = signal.SIG_IGN if each == signal.SIGHUP else signal.SIG_DFL
+            signal.signal(each, again)
+        raise SignalInterrupt(number)
+
+    try:
+        for number in numbers:
+            signal.signal(number, raise_interrupt)
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
 
 
 class GuardedStream:
