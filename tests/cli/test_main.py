@@ -377,6 +377,34 @@ def test_a_full_standard_output_is_reported_in_one_line(unbuffered: str) -> None
     assert re.fullmatch(r"error: (standard output: )?No space left on device\n", run.stderr)
 
 
+PROBE_STREAMS = """
+import os, sys
+from penstock.cli import main
+def run(arguments):
+    with open(arguments[0], "w") as file:
+        names = [os.readlink(f"/proc/self/fd/{number}") for number in (0, 1, 2)]
+        print(names, sys.stdout.isatty(), sys.stderr.isatty(), file.fileno() > 2, file=file)
+    print("to nobody")
+    os.write(2, b"to nobody")
+    return 0
+main.run = run
+main.main()
+"""
+
+
+def test_closed_standard_streams_are_opened_before_any_file(tmp_path: Path) -> None:
+    """A file would get the number of standard error, and every message that is printed there."""
+    script, found = tmp_path / "script.py", tmp_path / "found"
+    script.write_text(PROBE_STREAMS)
+
+    ended = subprocess.run(
+        f"exec {sys.executable} {script} {found} <&- >&- 2>&-", shell=True, check=False
+    )
+
+    assert ended.returncode == 0
+    assert found.read_text() == "['/dev/null', '/dev/null', '/dev/null'] False False True\n"
+
+
 def test_the_package_metadata_takes_the_version_from_its_module() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
 

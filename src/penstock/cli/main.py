@@ -86,11 +86,30 @@ def penstock(
 
 def main() -> None:
     """Run the command line of this process and exit with its exit code."""
+    _open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         register_ascii_fallback()
         sys.stdout.reconfigure(errors="penstock")
     warnings.formatwarning = format_warning
     sys.exit(_flush_output(run(sys.argv[1:])))
+
+
+def _open_closed_streams() -> None:
+    """Open standard streams that are closed, as after `penstock train 2>&-`, on /dev/null.
+
+    The next file that is opened gets the lowest free number. A checkpoint or a store with the
+    number 2 would receive the messages of every library that writes to standard error.
+    """
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+            continue
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets this number: it is the lowest free one
+        os.set_inheritable(number, True)
+        stream = open(number, mode, encoding="utf-8", closefd=False)  # noqa: SIM115
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
 
 
 def run(arguments: list[str]) -> int:
