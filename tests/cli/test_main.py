@@ -110,6 +110,11 @@ FLAGS = {
 }
 
 
+# `plan` accepts all settings of `train`, so that one word of a command line may be replaced. Its
+# help shows those that a plan depends on.
+FLAGS["plan"] |= FLAGS["train"] - {"--plan", "--resume", "--profile"}
+
+
 def flags_of(command: object) -> set[str]:
     found = {"--help"}
     for parameter in command.params:  # type: ignore[attr-defined]

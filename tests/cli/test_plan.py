@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 from penstock.cli.machines import machines_command
 from penstock.cli.plan import advice_text, parse_vary, plan_command
-from penstock.errors import PenstockError, PlanError
+from penstock.errors import PenstockError, PlanError, SettingsError
 from penstock.machine.presets import DEFAULT, preset
 from penstock.plan.budget import GPU_PROCESS, check_paths, parse_budget, with_paths
 from penstock.plan.plan import Plan
@@ -159,6 +159,26 @@ def test_a_name_of_penstock_fit_is_planned_for_without_its_files(
     assert json.loads(done.stdout)["feasible"]
     assert "needs the model's files" in str(refused.exception)
     assert "pass its Hub ID Qwen/Qwen3-0.6B" in str(refused.exception)
+
+
+def test_settings_of_training_are_accepted_checked_and_named(
+    penstock: Callable[..., Result], tmp_path: Path
+) -> None:
+    plans = []
+    for name, more in (
+        ("few", []),
+        ("all", ["--lr", "1e-3", "--out", "out/", "--save-every", "9"]),
+    ):
+        path = tmp_path / name
+        done = penstock("plan", GPT2, *SMALL, "--dram", "4GiB", "-o", str(path), *more)
+        assert done.exit_code == 0, done.output
+        plans.append(path.read_text())
+    wrong = penstock("plan", GPT2, *SMALL, "--dram", "4GiB", "--lr", "-1")
+
+    assert plans[0] == plans[1]
+    assert "Not used: --lr, --out, --save-every, on which the plan does not" in done.output
+    assert isinstance(wrong.exception, SettingsError)
+    assert "--lr " not in penstock("plan", "--help").output
 
 
 def test_explain_shows_one_block(penstock: Callable[..., Result]) -> None:

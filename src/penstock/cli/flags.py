@@ -33,7 +33,7 @@ PANELS = {
 
 
 def settings_parameters(
-    names: Iterable[str] | None = None, *, check_choices: bool = True
+    names: Iterable[str] | None = None, *, check_choices: bool = True, hidden: bool = False
 ) -> list[inspect.Parameter]:
     """Generate one parameter per setting, or per named setting.
 
@@ -43,8 +43,9 @@ def settings_parameters(
         names: Settings to generate flags for; all of them by default.
         check_choices: Whether the command line parser refuses unknown choices, with exit code 2.
             Otherwise the settings refuse them, with exit code 1.
+        hidden: Whether the help leaves the flags out.
     """
-    return [_parameter(field, check_choices) for field in settings_fields(names)]
+    return [_parameter(field, check_choices, hidden) for field in settings_fields(names)]
 
 
 def parse_size(
@@ -124,7 +125,9 @@ def setting_option(name: str, panel: str) -> Any:
     return typer.Option(flag_name(name), help=field.metadata["help"], rich_help_panel=panel)
 
 
-def _parameter(field: dataclasses.Field[Any], check_choices: bool) -> inspect.Parameter:
+def _parameter(
+    field: dataclasses.Field[Any], check_choices: bool, hidden: bool
+) -> inspect.Parameter:
     help_ = field.metadata["help"]
     if field.name == "model":
         return keyword("model", Annotated[str | None, typer.Argument(help=help_)], None)
@@ -137,6 +140,7 @@ def _parameter(field: dataclasses.Field[Any], check_choices: bool) -> inspect.Pa
         metavar=metavar,
         show_default=_shown_default(field),
         rich_help_panel=PANELS[GROUP_OF[field.name]],
+        hidden=hidden,
     )
     return keyword(field.name, Annotated[kind | None, flag], None)
 

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from penstock.cli.flags import (
     MissingSettingError,
+    flag_name,
     given_settings,
     keyword,
     set_parameters,
@@ -32,7 +33,7 @@ from penstock.planner.advice import Advice, BudgetPoint, WhatIf, advise, plot, v
 from penstock.planner.plan_view import explain, infeasible_json, plan_json, plan_view
 from penstock.probe.machine_choice import THIS, machine_to_plan_for
 from penstock.records import named_by
-from penstock.settings import Layer, Settings, merge_layers, read_yaml
+from penstock.settings import GROUP_OF, Layer, Settings, merge_layers, read_yaml
 from penstock.tiers import Tier
 from penstock.units import format_bytes, format_seconds, parse_memory
 
@@ -57,6 +58,10 @@ SETTINGS = (
 )
 """Settings that a plan depends on. `--gpus` is a flag of its own: it takes several numbers."""
 
+IGNORED = tuple(sorted(GROUP_OF.keys() - {*SETTINGS, "gpus", "plan"}))
+"""Other settings of a run. They are accepted, so that `train` in a command line may be replaced by
+`plan`, and checked."""
+
 
 def plan_command(**flags: Any) -> None:
     """Show where everything is stored, the time of a step and its bottleneck. Needs no GPU."""
@@ -68,6 +73,7 @@ def plan_command(**flags: Any) -> None:
     output.check(several=len(counts) > 1)
     console = Console()
     reads_data = bool(flags.get("data"))
+    ignored = [flag_name(name) for name in given_settings(flags) if name in IGNORED]
     settings = _merge_settings(flags | ({"gpus": counts[0]} if len(counts) == 1 else {}))
     config, inventory = _inspect_model(settings, name)
     # `penstock train` computes the loss itself.
@@ -81,6 +87,8 @@ def plan_command(**flags: Any) -> None:
         else:
             console.print(text, style="yellow", markup=False)
 
+    if ignored:
+        note(f"Not used: {', '.join(ignored)}, on which the plan does not depend.")
     if _is_known_by_size(settings.model.model):
         note(_check_known(settings, output.path))
     settings, steps = _with_sizes(settings, config, inventory, note, reads_data=reads_data)
@@ -429,6 +437,7 @@ def _parameters() -> list[inspect.Parameter]:
     machines = typer.Option(min=1, help="Number of such machines (default: as its file says).")
     return [
         *settings_parameters(SETTINGS, check_choices=False),
+        *settings_parameters(IGNORED, check_choices=False, hidden=True),
         keyword("gpus", Annotated[str | None, gpus], None),
         keyword("machines", Annotated[int | None, machines], None),
         keyword("config", Annotated[Path | None, config], None),
