@@ -240,6 +240,28 @@ def test_a_merge_with_other_weights_is_refused(whole: Whole, runs: Runs, tmp_pat
     assert BaseModel.load(whole[0]).path == str(runs.model.resolve())
 
 
+def test_a_base_model_that_was_moved_is_named_with_a_remedy(runs: Runs, tmp_path: Path) -> None:
+    model, moved, out = tmp_path / "model", tmp_path / "moved", tmp_path / "out"
+    shutil.copytree(runs.model, model)
+    flags = runs.flags(out, *RESIDENT, "--steps", "1", "--lora", LORA)
+    flags[1] = str(model)
+    assert run_command(flags).code == 0
+    model.rename(moved)
+    resume = ["--out", str(out), "--resume", "--steps", "2"]
+    remedies = {
+        ("train", *resume): f"penstock train MODEL --out {out} --resume",
+        ("generate", str(out), "--prompt", "a"): f"penstock merge {out} --base MODEL --into",
+        ("merge", str(out), "--into", str(tmp_path / "into")): f"{out} --base MODEL --into",
+        ("plan", str(out)): f"{out} is an adapter, and no model; merge it",
+    }
+
+    for arguments, remedy in remedies.items():
+        ended = run_command(list(arguments))
+        assert ended.code == 1, ended.errors
+        assert remedy in " ".join(ended.errors.split())
+    assert run_command(["train", str(moved), *resume]).code == 0
+
+
 def test_a_merge_with_a_damaged_tokenizer_is_refused(whole: Whole, tmp_path: Path) -> None:
     """The tokenizer would be copied next to the merged weights, which a check calls intact."""
     adapter, into = tmp_path / "adapter", tmp_path / "merged"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from penstock.checkpoint.adapter_files import BASE, BaseModel, is_adapter
 from penstock.checkpoint.adapter_files import STEM as ADAPTER
 from penstock.errors import PenstockError, SurveyError
 from penstock.model.config_check import describe
+from penstock.model.hub import check_name
 from penstock.model.inventory import Inventory
 from penstock.model.quantization import Mxfp4, find_quantization
 from penstock.records import read_json
@@ -171,7 +173,22 @@ def base_of(source: str, revision: str | None) -> tuple[str, str | None, Path | 
             f"{folder / BASE} does not say which model the adapter belongs to; merge it with "
             f"`penstock merge {folder} --base MODEL --into DIRECTORY`"
         )
+    with missing_base_explained(folder):
+        check_name(base.path)
     return base.path, base.revision or None, folder
+
+
+@contextlib.contextmanager
+def missing_base_explained(adapter: Path) -> Iterator[None]:
+    """Say in an error about the base model of an adapter what it is, and how to name another."""
+    try:
+        yield
+    except PenstockError as error:
+        error.add_note(
+            f"it is the base model of the adapter in {adapter}. Put it back, or merge the adapter "
+            f"with it where it is now: penstock merge {adapter} --base MODEL --into DIRECTORY"
+        )
+        raise
 
 
 def pick_dtype(name: str, config: Any) -> torch.dtype:

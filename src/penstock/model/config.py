@@ -108,6 +108,15 @@ def text_config(config: Any) -> Any:
         ) from None
 
 
+def _without_config(folder: Path) -> str:
+    if (folder / "adapter_config.json").is_file():
+        return (
+            f"{folder} is an adapter, and no model; merge it with its base model (`penstock merge "
+            f"{folder} --into DIRECTORY`) and pass DIRECTORY, or continue its run with --resume"
+        )
+    return f"{folder} has no config.json, so it is no model"
+
+
 def load_whole_config(
     model: str | Path, *, trust_remote_code: bool = False, revision: str | None = None
 ) -> Any:
@@ -116,7 +125,7 @@ def load_whole_config(
     if path.is_file() and path.name == "config.json":
         path = path.parent
     if path.is_dir() and not (path / "config.json").is_file():
-        raise SurveyError(f"{path} has no config.json, which is all that planning needs")
+        raise SurveyError(_without_config(path))
     check_name(model)
     import transformers  # takes seconds
 

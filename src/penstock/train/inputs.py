@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.data import Packed, TokenDataset, load_tokenizer, open_dataset
+from penstock.errors import SurveyError
 from penstock.model.inventory import Inventory
 from penstock.settings import Overlong, Settings
 from penstock.train.errors import BareModelError, ContextTooLongError
@@ -71,7 +72,16 @@ def load_model(settings: Settings, checkpoint: Path | None) -> ModelSource:
     whole = checkpoint if not settings.model.lora else None
     source = str(whole or name)
     chosen = settings if whole is None else settings.replace({"revision": None})
-    config, inventory = inspect_model(source, chosen, name=name)
+    try:
+        config, inventory = inspect_model(source, chosen, name=name)
+    except SurveyError as wrong:
+        if checkpoint is not None and whole is None and not Path(name).exists():
+            out = settings.checkpoint.out
+            wrong.add_note(
+                f"it is the base model of the adapter in {out}. Put it back, or name it where it "
+                f"is now: penstock train MODEL --out {out} --resume"
+            )
+        raise
     limit = inventory.max_context
     if limit is not None and context is not None and context > limit:
         where = name if whole is None else str(whole / "config.json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,8 @@ from penstock.checkpoint.record_files import record_model
 from penstock.checkpoint.writer import Progress, ShardWriter, TensorOut
 from penstock.engine.prepare import model_directory, model_files_of
 from penstock.errors import SettingsError
-from penstock.generate.load import find_weights
+from penstock.generate.load import find_weights, missing_base_explained
+from penstock.model.hub import check_name
 from penstock.settings import Settings
 
 
@@ -50,7 +52,9 @@ def merge(
     name = base or recorded.path
     if not name:
         raise SettingsError("base", f"is needed: {folder / BASE} does not name the base model")
-    directory = model_directory(name, None if base else recorded.revision or None)
+    with contextlib.nullcontext() if base else missing_base_explained(folder):
+        check_name(name)
+        directory = model_directory(name, None if base else recorded.revision or None)
     chosen = Settings.of({"trust_remote_code": trust_remote_code})
     with MergedWeights(folder, directory, trust_remote_code=trust_remote_code) as weights:
         tensors = _tensors(weights)
