@@ -298,7 +298,7 @@ def test_a_full_disk_is_reported_and_tokenizing_resumes_later(
 def test_a_cache_directory_that_cannot_be_created_is_reported(file: Path, tmp_path: Path) -> None:
     (tmp_path / "occupied").write_text("a file")
 
-    with pytest.raises(CacheError, match="cannot be written: Not a directory"):
+    with pytest.raises(CacheError, match="cannot be written: Not a directory; choose another"):
         open_dataset(file, small_tokenizer(), cache_dir=tmp_path / "occupied" / "cache")
 
 

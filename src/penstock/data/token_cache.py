@@ -13,6 +13,7 @@ damaged cache is derived data, which is made again.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -337,10 +338,12 @@ def cache_write_errors(directory: Path, kind: type[CacheError] = CacheError) -> 
         yield
     except (OSError, RecordError) as error:
         reason = getattr(error, "strerror", None) or getattr(error, "problem", None) or error
+        is_full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+        remedy = "free some space, or choose" if is_full else "choose"
         raise kind(
             str(directory),
-            f"the token cache cannot be written: {reason}; free some space, or choose another "
-            f"directory with --cache. The next run continues from the tokens written so far",
+            f"the token cache cannot be written: {reason}; {remedy} another directory with "
+            f"--cache. The next run continues from the tokens written so far",
         ) from error
 
 
