@@ -87,7 +87,8 @@ def scaled_by(factor: float) -> Any:
         (lambda part, index: index == 1 and setattr(part, "forward", scaled_by(2.0)), 2),
         (lambda part, index: index == 1 and part.register_forward_hook(lambda *_: None), 2),
         (lambda part, index: setattr(part, "sizes", [index]), 3),
-        (lambda part, index: setattr(part, "factor", torch.ones(1)), 3),
+        (lambda part, index: setattr(part, "factor", torch.ones(1)), 1),
+        (lambda part, index: setattr(part, "factor", torch.full((1,), index)), 3),
     ],
 )
 def test_layers_with_functions_of_a_caller_are_of_other_kinds(change: Any, kinds: int) -> None:

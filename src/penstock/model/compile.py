@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import hashlib
 import types
 import warnings
 from collections.abc import Callable, Sequence
@@ -217,13 +218,26 @@ def _function_key(value: Any, depth: int = 0) -> Any:
         parts = (_function_key(value.func, depth), tuple(value.keywords))
         return "partial", *parts, *(_held_key(each, depth) for each in held)
     if isinstance(value, torch.Tensor):  # an attribute, which is no argument of compiled code
-        return id(value)
+        return _tensor_key(value)
     if isinstance(value, types.FunctionType):
         cells = (_content(cell) for cell in value.__closure__ or ())
         others = (value.__kwdefaults__ or {}).values()
         held = (*cells, *(value.__defaults__ or ()), *others)
         return "function", id(value.__code__), *(_held_key(each, depth) for each in held)
     return None
+
+
+def _tensor_key(value: torch.Tensor) -> Any:
+    """Return what tells a tensor from others: its values, unless it is large.
+
+    Every layer of GPT-J has a table of positions of its own. By their identity, each layer would be
+    of another kind, and would be compiled separately.
+    """
+    if value.numel() > LARGE or value.is_meta:
+        return id(value)
+    data = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    digest = hashlib.sha256(data.tobytes()).hexdigest()
+    return "tensor", value.dtype, tuple(value.shape), str(value.device), digest
 
 
 def _held_key(value: Any, depth: int) -> Any:
@@ -243,6 +257,9 @@ def _content(cell: types.CellType) -> Any:
     except ValueError:  # not assigned yet
         return None
 
+
+LARGE = 1 << 22
+"""Number of elements above which tensors are compared by their identity."""
 
 FUNCTION_DEPTH = 8
 """Functions inside of functions that `_function_key` looks into: they may hold each other."""
