@@ -394,7 +394,7 @@ def _parse_path_budget(machine: Machine, text: str) -> PathBudget:
     path, size = _checked_path_budget(text)
     if not path:
         if not machine.storage:
-            raise PlanError("nvme", f'must name a path, such as "/mnt/nvme:{text}"')
+            raise PlanError("nvme", f'must name a path, such as "/mnt/nvme:{size}"')
         path = machine.storage[0].path
     known = {s.path: s for s in machine.storage}.get(path)
     free = (known.free if known.free is not None else known.capacity) if known else None
