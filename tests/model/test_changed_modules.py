@@ -185,6 +185,15 @@ def test_backward_of_a_changed_layer_leaves_out_nothing(change: Any) -> None:
     assert norm == pytest.approx(float(torch.stack(gradients).norm()), rel=1e-4)
 
 
+def test_attention_with_dropout_of_its_own_does_not_use_kernels_that_have_none() -> None:
+    model = tiny()
+    assert examined(model).plain_attention
+
+    model.model.layers[1].self_attn.attention_dropout = 0.1
+
+    assert not examined(model).plain_attention
+
+
 @pytest.mark.parametrize("family", [*FAMILIES, "gpt2", "falcon", "qwen3_moe", "deepseek_v3"])
 def test_models_as_their_class_makes_them_are_not_examined(family: str) -> None:
     model = plain_model(tiny_config(family), torch.float32)

@@ -22,7 +22,7 @@ from torch import nn
 from penstock.errors import UnsupportedModelError
 from penstock.model.attention import DOCUMENTS, attending_over, using_attention
 from penstock.model.compile import layer_kinds
-from penstock.model.copy_check import has_own_code
+from penstock.model.copy_check import has_dropout, has_own_code
 from penstock.model.document_attention import Bounds, register_document_attention
 from penstock.model.inventory import Inventory
 from penstock.model.layer_probe import Arguments, LayerProbes
@@ -68,7 +68,11 @@ def check_changed_modules(model: nn.Module, inventory: Inventory, *, runs_head: 
     if numbers:
         # The twin has shown what backward does not need. A function around it may need that.
         blocks = tuple(replace(block, unneeded=()) for block in inventory.blocks)
-        inventory = replace(inventory, blocks=blocks)
+        # The config says whether attention has dropout, which the kernels do not support.
+        parts = map(model.get_submodule, changed)
+        drops = any(has_dropout(part) for part in parts if not isinstance(part, nn.Dropout))
+        plain = inventory.plain_attention and not drops
+        inventory = replace(inventory, blocks=blocks, plain_attention=plain)
     with _left_alone(model):
         check = _Check(model, inventory, path, changed)
         try:
