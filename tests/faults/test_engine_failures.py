@@ -19,8 +19,12 @@ from penstock.engine import engine as engine_module
 from penstock.engine.runner import Lane
 from penstock.errors import EngineError
 from penstock.optim.sweep import SweepTicket
+from penstock.plan.schedule import Verb
 from penstock.storage.errors import TransferError, TruncatedStoreError
-from tests.equivalence.runs import DISK, DRAM, RESIDENT, Way, differing, state_of
+from penstock.storage.layout import Extent
+from penstock.storage.store import Store
+from penstock.storage.tickets import StoreTicket
+from tests.equivalence.runs import DISK, DRAM, LATE, RESIDENT, Way, differing, state_of
 from tests.faults.engine_runs import (
     PLACES,
     SMALL,
@@ -124,6 +128,54 @@ def test_training_continues_after_a_read_that_failed_once(
         engine.step(second)
 
         assert differing(state_of(engine), state_without_failure(2)) == []
+
+
+@pytest.mark.parametrize("way", [SMALL, LATE[7]], ids=["all at once", "moments in backward"])
+@pytest.mark.parametrize("part", [0.0, 0.3, 0.6, 0.95])
+def test_a_write_that_cannot_be_started_loses_no_update(
+    part: float, way: Way, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other roles of the same piece are being written by then, and a piece is written again."""
+    setup = small_setup()
+    first, second = setup.batches(2)
+    plain, settle, done = Store.start_write, StoreTicket.settle, StoreTicket.done
+    in_flight: set[StoreTicket] = set()
+    calls: list[Extent] = []
+    failed: list[Extent] = []
+    failing = 1 << 30
+
+    def note_end(self: StoreTicket, timeout: float | None = None) -> None:
+        settle(self, timeout)
+        in_flight.discard(self)
+
+    def start_write(self: Store, extent: Extent, *args: Any, **options: Any) -> StoreTicket:
+        if threading.current_thread().name != "penstock write":
+            return plain(self, extent, *args, **options)
+        calls.append(extent)
+        piece = extent.name.partition(" of ")[2]
+        if len(calls) > failing and not failed and calls[-2].name.endswith(f" of {piece}"):
+            failed.append(extent)
+            raise OSError("no disk")
+        ticket = plain(self, extent, *args, **options)
+        in_flight.add(ticket)
+        return ticket
+
+    monkeypatch.setattr(Store, "start_write", start_write)
+    with setup.engine(way, tmp_path) as engine:
+        engine.step(first)
+        calls.clear()
+        in_flight.clear()
+        writes = [op for op in engine._programs["step"].operations if op.verb is Verb.WRITE]
+        failing = 1 + int(part * sum(len(op.roles) for op in writes))
+        # On a slow disk, a transfer that nobody has waited for has not ended.
+        monkeypatch.setattr(StoreTicket, "settle", note_end)
+        monkeypatch.setattr(StoreTicket, "done", lambda self: self not in in_flight and done(self))
+        with pytest.raises(OSError, match="no disk"):
+            engine.step(second)
+        engine.step(second)
+
+        assert differing(state_without_failure(2), state_of(engine)) == []
+    assert failed
 
 
 @pytest.mark.parametrize("way", [DRAM, SMALL], ids=lambda way: way.name)

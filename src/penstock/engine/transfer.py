@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -42,6 +42,7 @@ from penstock.plan.lifetimes import BufferKey, BufferKind, operation_span
 from penstock.plan.schedule import Operation, Verb
 from penstock.roles import MOMENTS, STATE, WEIGHTS, Role
 from penstock.storage.layout import Extent
+from penstock.storage.tickets import StoreTicket
 from penstock.ticket import Finished, Ticket, TicketGroup
 
 Move = Callable[[Extent, torch.Tensor], None]
@@ -68,11 +69,11 @@ class Mover:
         self._wait_on_host(step, at)
         store, piece = self._memory.store, op.piece
         assert piece is not None
-        transfers = [
+        transfers = (
             store.start_read(self._tiers.extent(op.block, role, piece), span.data.numpy())
             for role, span in self._piece_spans(step.program, at, op).items()
-        ]
-        step.tickets.post(at, TicketGroup(transfers))
+        )
+        step.tickets.post(at, _start_all(transfers))
 
     def write(self, step: StepState, at: int, op: Operation) -> None:
         """Start writing one swept piece from the staging memory back to NVMe."""
@@ -87,14 +88,10 @@ class Mover:
         store, piece = self._memory.store, op.piece
         assert piece is not None
         spans = self._spans_read_for(step.program, at)
-        ticket = TicketGroup(
-            [
-                store.start_write(
-                    self._tiers.extent(op.block, role, piece), spans[role].data.numpy()
-                )
-                for role in op.roles
-                if role in spans
-            ]
+        ticket = _start_all(
+            store.start_write(self._tiers.extent(op.block, role, piece), spans[role].data.numpy())
+            for role in op.roles
+            if role in spans
         )
         step.tickets.post(at, ticket)
         return ticket
@@ -521,6 +518,20 @@ class Mover:
 
     def _owned_elements(self, block: int) -> int:
         return self._tiers.inventory.blocks[block].shard_elements(True)
+
+
+def _start_all(transfers: Iterable[StoreTicket]) -> TicketGroup:
+    """Start transfers one after another, and return one ticket for all of them."""
+    started: list[StoreTicket] = []
+    try:
+        for ticket in transfers:
+            started.append(ticket)
+    except BaseException:
+        # Nobody else knows those that were started. Until they have ended, the staging memory is in
+        # use, and the store refuses to write the same bytes again.
+        TicketGroup(started).settle()
+        raise
+    return TicketGroup(started)
 
 
 def _refused_some(swept: Ticket[object]) -> bool:
