@@ -95,9 +95,11 @@ def test_late_moments_fit_into_dram_that_overlaid_activations_were_planned_for()
     assert result.cost.step_seconds <= planned(late=False, dram=peak / GiB).cost.step_seconds
 
 
-def planned_on_nvme(*, dram: float = 4, late: bool = True, **options: Any) -> PlanResult:
+def planned_on_nvme(
+    *, dram: float = 4, late: bool = True, nvme: tuple[PathBudget, ...] = DRIVE, **options: Any
+) -> PlanResult:
     return planned(
-        hbm=6, dram=dram, batch=16, micro_batch=4, nvme=DRIVE, machine=DESKTOP, late=late, **options
+        hbm=6, dram=dram, batch=16, micro_batch=4, nvme=nvme, machine=DESKTOP, late=late, **options
     )
 
 
@@ -114,6 +116,22 @@ def test_a_disk_that_is_idle_in_backward_gets_moments_to_update(dram: float) -> 
     late.plan.check_model(MODEL)
     assert late.plan.peak(Tier.DRAM) <= dram * GiB
     assert from_json(Plan, to_json(late.plan)) == late.plan
+
+
+def test_only_activations_without_memory_move_to_the_disk() -> None:
+    """The drive has 0.8 GiB for activations: enough if they are those of the first blocks.
+
+    The gradients of the first blocks are in use until backward. Those of the others still have
+    memory for the activations of later blocks.
+    """
+    drive = (PathBudget(path="/mnt/nvme", nbytes=7 * GiB),)
+    late = planned_on_nvme(dram=3, nvme=drive)
+    in_one_pass = planned_on_nvme(dram=3, nvme=drive, late=False)
+
+    assert late_blocks(late.plan)
+    assert late.cost.step_seconds < 0.9 * in_one_pass.cost.step_seconds
+    assert late.plan.peak(Tier.DRAM) <= 3 * GiB
+    assert late.plan.peak(Tier.NVME) <= drive[0].nbytes
 
 
 def test_late_moments_on_nvme_are_written_as_often_as_others() -> None:

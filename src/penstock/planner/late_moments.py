@@ -75,7 +75,10 @@ def _with_room(evaluator: PlanEvaluator, candidate: Candidate) -> Candidate:
     A disk has time for them: they are written in forward, when moments no longer are. It may still
     be too large.
     """
-    for block in reversed(range(len(candidate.locations))):
+    # An activation is stored in gradients of earlier blocks, and the first blocks are those whose
+    # gradients can no longer be used. Without an early activation, later ones find memory. Without
+    # a late one, early ones still do not.
+    for block in range(len(candidate.locations)):
         if evaluator.shortage(candidate).keys() != {Tier.DRAM}:
             break
         locations = candidate.locations[block]
