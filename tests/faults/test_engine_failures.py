@@ -17,10 +17,11 @@ import torch
 
 from penstock.engine import engine as engine_module
 from penstock.engine.runner import Lane
+from penstock.engine.transfer import Mover
 from penstock.errors import EngineError
 from penstock.optim.sweep import SweepTicket
 from penstock.plan.schedule import Verb
-from penstock.storage.errors import TransferError, TruncatedStoreError
+from penstock.storage.errors import LostExtentError, TransferError, TruncatedStoreError
 from penstock.storage.layout import Extent
 from penstock.storage.store import Store
 from penstock.storage.tickets import StoreTicket
@@ -176,6 +177,42 @@ def test_a_write_that_cannot_be_started_loses_no_update(
 
         assert differing(state_without_failure(2), state_of(engine)) == []
     assert failed
+
+
+@pytest.mark.parametrize("way", [SMALL, LATE[7]], ids=["all at once", "moments in backward"])
+@pytest.mark.parametrize("error", [OSError("no disk"), KeyboardInterrupt()], ids=["disk", "Ctrl-C"])
+@pytest.mark.parametrize("part", [0.1, 0.9])
+def test_nothing_continues_with_the_states_before_a_sweep_that_was_not_written(
+    part: float, error: BaseException, way: Way, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the write of a piece nor the attempt after the failure starts."""
+    setup = small_setup()
+    first, second = setup.batches(2)
+    plain = Mover._start_write
+    failed: list[int] = []
+
+    def start_write(self: Mover, step: Any, at: int, op: Any) -> Any:
+        if not failed and at == failing:
+            failed.append(at)
+            raise OSError("no disk")
+        if failed and at == failing and len(failed) < 2:
+            failed.append(at)
+            raise error
+        return plain(self, step, at, op)
+
+    with setup.engine(way, tmp_path) as engine:
+        engine.step(first)
+        operations = enumerate(engine._programs["step"].operations)
+        writes = [at for at, op in operations if op.verb is Verb.WRITE]
+        failing = writes[int(part * len(writes))]
+        monkeypatch.setattr(Mover, "_start_write", start_write)
+        with pytest.raises((OSError, KeyboardInterrupt)):
+            engine.step(second)
+        assert len(failed) == 2
+        with pytest.raises(LostExtentError, match="were lost when their write failed"):
+            engine.step(second)
+        with pytest.raises(LostExtentError):
+            state_of(engine)
 
 
 @pytest.mark.parametrize("way", [DRAM, SMALL], ids=lambda way: way.name)

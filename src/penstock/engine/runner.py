@@ -227,14 +227,25 @@ class Runner:
         """After a failure, when nothing moves any more: write swept pieces back and empty pipes.
 
         Pieces that were swept in staging memory exist nowhere else, and they count as swept:
-        without the write the update would be lost.
+        without the write the update would be lost. If that fails, or Ctrl-C ends it, nothing reads
+        what they were before.
         """
         for pipe in self._memory.pipes.values():
             pipe.abandon()
-        for at, op in enumerate(step.program.operations):
-            swept = op.verb is Verb.WRITE and step.program.read_of[at] in step.swept_in_staging
-            if swept and not step.tickets.has(at):
+        swept = [
+            (at, op)
+            for at, op in enumerate(step.program.operations)
+            if op.verb is Verb.WRITE and step.program.read_of[at] in step.swept_in_staging
+            if not step.tickets.has(at)
+        ]
+        try:
+            while swept:
+                at, op = swept[0]
                 self._wait_despite_interrupt(step, partial(self._mover.write_back, step, at, op))
+                del swept[0]
+        finally:
+            for at, op in swept:
+                self._mover.note_lost(step, at, op, "the process was interrupted")
 
     def _wait_despite_interrupt(self, step: StepState, wait: Callable[[], object]) -> None:
         """Wait to the end even after one Ctrl-C: buffers in use must not be left behind.

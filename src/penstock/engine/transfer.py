@@ -82,7 +82,20 @@ class Mover:
 
     def write_back(self, step: StepState, at: int, op: Operation) -> None:
         """Do what `write` would have done, after a failure, and wait for the disk."""
-        self._start_write(step, at, op).wait()
+        try:
+            ticket = self._start_write(step, at, op)
+        except BaseException as error:
+            self.note_lost(step, at, op, f"{type(error).__name__}: {error}")
+            raise
+        ticket.wait()
+
+    def note_lost(self, step: StepState, at: int, op: Operation, why: str) -> None:
+        """Let nothing continue with the old states of a swept piece that could not be written."""
+        assert op.piece is not None
+        for role in self._spans_read_for(step.program, at):
+            if role in op.roles:
+                extent = self._tiers.extent(op.block, role, op.piece)
+                self._memory.store.note_lost(extent, why)
 
     def _start_write(self, step: StepState, at: int, op: Operation) -> TicketGroup:
         store, piece = self._memory.store, op.piece

@@ -149,6 +149,15 @@ class Store:
         """Start to write `buffer` to the extent. Do not modify it until the ticket is done."""
         return self._start("write", extent, buffer, offset, nbytes)
 
+    def note_lost(self, extent: Extent, why: str) -> None:
+        """Let reads of an extent raise LostExtentError until it is written.
+
+        For a write that could not be started: the store does not know of it, and still has the
+        bytes before it.
+        """
+        with self._lock_open():
+            self._ledger.note_lost(extent, why)
+
     def assume_zeros(self, extent: Extent) -> bool:
         """Let an extent that was never written be read as zeros, if its disks have zeros there.
 

@@ -163,6 +163,10 @@ class TransferLedger:
                 span = (ticket.offset, ticket.offset + ticket.length, str(error))
                 self._lost.setdefault(ticket.extent.name, []).append(span)
 
+    def note_lost(self, extent: Extent, why: str) -> None:
+        """Let reads of an extent fail until it is written again."""
+        self._lost.setdefault(extent.name, []).append((0, extent.nbytes, why))
+
     def check(self, verb: str, extent: Extent, offset: int, length: int) -> None:
         """Raise if a transfer would overtake another one, or read bytes that were lost.
 
