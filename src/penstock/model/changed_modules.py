@@ -26,7 +26,7 @@ from penstock.model.copy_check import has_dropout, has_own_code
 from penstock.model.document_attention import Bounds, register_document_attention
 from penstock.model.inventory import Inventory
 from penstock.model.layer_probe import Arguments, LayerProbes
-from penstock.model.meta_model import remember_model, without_parameters
+from penstock.model.meta_model import gpus_of, remember_model, without_parameters
 from penstock.model.mlp_tiles import tiled_modules
 
 LENGTH = 12
@@ -150,15 +150,11 @@ def _left_alone(model: nn.Module) -> Iterator[None]:
     """Run modules inside the block without dropout, and leave the model as it was."""
     restore = remember_model(model)
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=_gpus(model)):
+        with torch.no_grad(), torch.random.fork_rng(devices=gpus_of(model)):
             model.eval()
             yield
     finally:
         restore()
-
-
-def _gpus(model: nn.Module) -> list[torch.device]:
-    return list({p.device for p in model.parameters() if p.device.type == "cuda"})
 
 
 # Comparisons.

@@ -103,6 +103,11 @@ def _set_contents(into: dict[str, Any], contents: dict[str, Any]) -> None:
     into.update(contents)
 
 
+def gpus_of(model: nn.Module) -> list[torch.device]:
+    """Return the GPUs that parameters of a model are on: those whose random state it may change."""
+    return list({p.device for p in model.parameters() if p.device.type == "cuda"})
+
+
 def move_buffers(model: nn.Module, device: torch.device) -> nn.Module:
     """Move a model's buffers, and only these, to a device."""
     for module in model.modules():

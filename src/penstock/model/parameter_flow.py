@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from penstock.model.compile import layer_kinds
 from penstock.model.layer_probe import Arguments, LayerProbes
-from penstock.model.meta_model import remember_model
+from penstock.model.meta_model import gpus_of, remember_model
 from penstock.model.router_loss import head_options
 
 LARGE = 1 << 18
@@ -94,7 +94,7 @@ def trace_parameters(body: nn.Module, path: str, hidden: int) -> ParameterFlow:
     """
     restore = remember_model(body)
     try:
-        with torch.random.fork_rng(devices=[]):  # modules such as dropout draw numbers
+        with torch.random.fork_rng(devices=gpus_of(body)):  # dropout draws numbers
             body.train()
             return _trace(body, path, hidden)
     finally:
