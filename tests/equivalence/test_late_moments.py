@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,13 @@ def test_moments_are_updated_before_backward_replaces_the_gradient(
     assert parts == ["all"] * blocks
 
 
+def state_in_dram(setup: Setup, batches: Sequence[Any], disk: Path) -> dict[str, torch.Tensor]:
+    """Return the state after steps in which nothing is late."""
+    with setup.engine(DRAM, disk) as engine:
+        steps(engine, batches)
+        return state_of(engine)
+
+
 def fail_in(monkeypatch: pytest.MonkeyPatch, verb: Verb, block: int) -> list[Operation]:
     """Let the next computation of a block fail, once; return what had been computed by then."""
     compute, computed = Computer.compute, []
@@ -115,10 +123,7 @@ def test_a_step_that_fails_loses_no_moment(
     """The next step, or `finish`, updates the moments that were left, and no moment twice."""
     setup = Setup.of("llama")
     first, second = setup.batches(2)
-    with setup.engine(DRAM, tmp_path) as engine:
-        engine.step(first)
-        engine.step(second)
-        wanted = state_of(engine)
+    wanted = state_in_dram(setup, (first, second), tmp_path)
     with setup.engine(way, tmp_path) as engine:
         engine.step(first)
         fail_in(monkeypatch, verb, block)
@@ -140,10 +145,7 @@ def test_a_sweep_on_the_gpu_that_fails_half_way_loses_no_moment(
     """Some pieces have new weights and old moments then, and others have neither."""
     setup = Setup.of("llama")
     first, second = setup.batches(2)
-    with setup.engine(DRAM, tmp_path) as engine:
-        engine.step(first)
-        engine.step(second)
-        wanted = state_of(engine)
+    wanted = state_in_dram(setup, (first, second), tmp_path)
     work, calls = getattr(Mover, lane), []
 
     def fail(*args: Any) -> None:
@@ -174,10 +176,7 @@ def test_a_lane_of_the_disk_that_fails_half_way_loses_no_moment(
     """Some pieces have new weights, and others new moments, too, on disk or in staging only."""
     setup = Setup.of("llama")
     first, second = setup.batches(2)
-    with setup.engine(DRAM, tmp_path) as engine:
-        engine.step(first)
-        engine.step(second)
-        wanted = state_of(engine)
+    wanted = state_in_dram(setup, (first, second), tmp_path)
     work, calls = getattr(Mover, lane), []
 
     with setup.engine(SOME_ON_DISK, tmp_path) as engine:
@@ -204,9 +203,7 @@ def test_a_lane_of_the_disk_that_fails_half_way_loses_no_moment(
 def test_a_checkpoint_continues_with_and_without_late_moments(tmp_path: Path) -> None:
     setup = Setup.of("llama", moments="int8")
     batches = setup.batches(5)
-    with setup.engine(DRAM, tmp_path) as engine:
-        steps(engine, batches)
-        wanted = state_of(engine)
+    wanted = state_in_dram(setup, batches, tmp_path)
     ways = [(ALL, DRAM), (DRAM, ON_GPU), (ON_GPU, ON_DISK), (ON_DISK, ALL)]
     for number, (first, second) in enumerate(ways):
         with setup.engine(first, tmp_path) as engine:
@@ -219,7 +216,7 @@ def test_a_checkpoint_continues_with_and_without_late_moments(tmp_path: Path) ->
             assert differing(wanted, state_of(engine)) == []
 
 
-def steps(engine: Engine, batches: list[Any]) -> None:
+def steps(engine: Engine, batches: Sequence[Any]) -> None:
     for batch in batches:
         engine.step(batch)
 
