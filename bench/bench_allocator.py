@@ -78,8 +78,8 @@ def train(args: argparse.Namespace, hbm: int) -> dict[str, Any]:
 
 def find_least(args: argparse.Namespace) -> int:
     """Return the least HBM budget that the planner accepts."""
+    from penstock.engine.model_source import inspect_model
     from penstock.engine.plan_choice import plan_request
-    from penstock.engine.prepare import inspect_model
     from penstock.errors import InfeasibleError
     from penstock.plan.budget import Budget
     from penstock.probe.machine_choice import this_machine

@@ -54,8 +54,9 @@ import torch
 
 from bench import certificate
 from bench.fit_cases import TINY, Case, Limits, draw_batches, draw_case, make_config
+from penstock.engine.model_source import inspect_model
 from penstock.engine.plan_choice import PlanRequest, plan_request
-from penstock.engine.prepare import inspect_model, prepare
+from penstock.engine.prepare import prepare
 from penstock.errors import (
     DeviceMemoryError,
     InfeasibleError,

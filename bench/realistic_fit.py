@@ -37,8 +37,9 @@ from bench import certificate
 from bench.bench_engine import summarize_timeline
 from bench.measuring import Batch, HostPeak, device_peak, forget_device_peak, run_steps
 from penstock.engine import initial_weights
+from penstock.engine.model_source import inspect_model
 from penstock.engine.plan_choice import plan_request
-from penstock.engine.prepare import inspect_model, prepare
+from penstock.engine.prepare import prepare
 from penstock.plan.buffers import CONTEXT
 from penstock.probe.machine_choice import machine_to_plan_for, this_machine
 from penstock.settings import Settings

@@ -35,7 +35,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench import certificate
-from penstock.engine.prepare import choose_plan, inspect_model
+from penstock.engine.model_source import inspect_model
+from penstock.engine.prepare import choose_plan
 from penstock.errors import InfeasibleError
 from penstock.plan.budget import Budget, PathBudget
 from penstock.plan.plan import Plan

@@ -18,7 +18,8 @@ from penstock.checkpoint.errors import (
     TensorNotFoundError,
 )
 from penstock.checkpoint.model_weights import ModelWeights
-from penstock.engine.prepare import check_weights, prepare
+from penstock.engine.model_source import check_weights
+from penstock.engine.prepare import prepare
 from penstock.errors import UnsupportedModelError
 from penstock.model.inventory import Inventory
 from penstock.model.survey import survey

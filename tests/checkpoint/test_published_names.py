@@ -15,7 +15,7 @@ import transformers
 from safetensors.torch import save_file
 
 from penstock.checkpoint.errors import CheckpointWarning
-from penstock.engine.prepare import check_weights
+from penstock.engine.model_source import check_weights
 from penstock.model.checkpoint_names import _own_names
 from penstock.model.survey import survey
 from tests.checkpoint.test_model_weights import read_all

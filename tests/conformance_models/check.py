@@ -21,7 +21,8 @@ import transformers
 import penstock.engine.engine as engine_module
 from penstock.checkpoint.errors import TensorNotFoundError
 from penstock.engine.engine import Engine
-from penstock.engine.prepare import inspect_model, prepare
+from penstock.engine.model_source import inspect_model
+from penstock.engine.prepare import prepare
 from penstock.errors import BatchError, SurveyError, UnsupportedModelError
 from penstock.model.config import text_config
 from penstock.model.meta_model import weight_dtype

@@ -13,8 +13,9 @@ import torch
 from penstock.engine.allocate import Programs
 from penstock.engine.device import CpuDevice, PeakMemory
 from penstock.engine.engine import Engine
+from penstock.engine.model_source import inspect_model
 from penstock.engine.plan_choice import PlanRequest, fit_plan
-from penstock.engine.prepare import choose_plan, inspect_model, prepare
+from penstock.engine.prepare import choose_plan, prepare
 from penstock.engine.rehearsal import rehearse
 from penstock.engine.step_parts import HeadBackward
 from penstock.errors import DeviceMemoryError, InfeasibleError, PlanError

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from penstock.engine.engine import Engine
+from penstock.engine.model_source import inspect_model
 from penstock.engine.plan_choice import PlanChoice, PlanRequest, plan_request
-from penstock.engine.prepare import inspect_model, prepare
+from penstock.engine.prepare import prepare
 from penstock.errors import DeviceMemoryError, InfeasibleError
 from penstock.model.inventory import Inventory
 from penstock.plan.buffers import BufferPool, saved_nbytes

@@ -20,8 +20,8 @@ from unittest import mock
 import torch
 
 from penstock.data.batches import Packed
+from penstock.engine.model_source import inspect_model
 from penstock.engine.plan_choice import workload_for
-from penstock.engine.prepare import inspect_model
 from penstock.settings import Settings
 from tests.support import engines
 from tests.support.document_training import PlainRun, Schedule, train_documents

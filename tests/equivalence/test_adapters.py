@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import penstock
-from penstock.engine.prepare import inspect_model
+from penstock.engine.model_source import inspect_model
 from penstock.model.compile import layer_kinds
 from penstock.plan.plan import Plan
 from penstock.settings import Settings

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import penstock
-from penstock.engine.prepare import inspect_model
+from penstock.engine.model_source import inspect_model
 from penstock.errors import SettingsError
 from penstock.model.experts import _adapt
 from penstock.model.parameter_adapters import replace_parametrizations

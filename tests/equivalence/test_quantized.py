@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from penstock.engine.prepare import inspect_model
+from penstock.engine.model_source import inspect_model
 from penstock.model.quantize import quantized_values
 from penstock.packed_weights import Quantization
 from penstock.settings import Settings

@@ -16,8 +16,8 @@ import pytest
 import typer
 
 from penstock.cli import main
+from penstock.engine.model_source import inspect_model
 from penstock.engine.prepare import choose_plan as plan_of_prepare
-from penstock.engine.prepare import inspect_model
 from penstock.machine.machine import Machine
 from penstock.machine.presets import preset
 from penstock.machine.probe_cache import save_probe

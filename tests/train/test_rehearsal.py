@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.engine import prepare
+from penstock.engine import open_engine
 from penstock.plan.plan import Plan
 from penstock.plan.working_memory import PartMemory, WorkingMemory
 from penstock.tiers import Tier
@@ -21,7 +21,7 @@ def need(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make every rehearsal measure some working memory."""
     part = PartMemory(name="model.layers.0", forward=0, backward=nbytes)
     memory = WorkingMemory(parts=(part,), origin="measured")
-    monkeypatch.setattr(prepare, "_rehearse", lambda *args: memory)
+    monkeypatch.setattr(open_engine, "_rehearse", lambda *args: memory)
 
 
 def plan_of(runs: Runs, out: Path) -> Plan:
@@ -80,7 +80,7 @@ def test_the_view_shows_the_rehearsal(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown: list[Any] = []
-    plain = prepare._rehearse
+    plain = open_engine._rehearse
 
     def rehearse(*args: Any) -> Any:
         from dataclasses import replace
@@ -91,7 +91,7 @@ def test_the_view_shows_the_rehearsal(
         shown.append(options.progress)
         return plain(*given, replace(options, rehearse=True))
 
-    monkeypatch.setattr(prepare, "_rehearse", rehearse)
+    monkeypatch.setattr(open_engine, "_rehearse", rehearse)
 
     ended = runs.run(tmp_path / "out", "--hbm", "64MiB", "--dram", "64MiB", "--steps", "1")
 

@@ -181,7 +181,7 @@ def _with_sizes(
 
 def _inspect_model(settings: Settings, machine: str | None) -> tuple[Any, Inventory]:
     """Return the model's config and inventory, if possible without importing transformers."""
-    from penstock.engine.prepare import adapter_of, inspect_model
+    from penstock.engine.model_source import adapter_of, inspect_model
     from penstock.model.survey_cache import cached_survey
 
     if _is_known_by_size(settings.model.model):
@@ -238,7 +238,7 @@ def _check_files(settings: Settings, inventory: Inventory) -> None:
         return
     folder = Path(settings.model.model)
     if settings.model.init == "pretrained" and any(folder.glob("model*.safetensors*")):
-        from penstock.engine.prepare import adapter_of, check_weights
+        from penstock.engine.model_source import adapter_of, check_weights
 
         check_weights(folder, inventory, adapter_of(folder, settings))
 

@@ -108,7 +108,7 @@ def load(
 
     from penstock.checkpoint.manifest import check_small_files
     from penstock.data import load_tokenizer
-    from penstock.engine.prepare import model_directory
+    from penstock.engine.model_source import model_directory
     from penstock.model.config import load_config
     from penstock.model.survey import survey_config
 
@@ -304,7 +304,7 @@ def load_resident(
     import transformers
 
     from penstock.checkpoint.verify import check_weights
-    from penstock.engine.prepare import check_weights as check_tensors
+    from penstock.engine.model_source import check_weights as check_tensors
 
     check_weights(folder)
     make: Any = transformers.AutoModelForCausalLM

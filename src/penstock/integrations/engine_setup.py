@@ -16,13 +16,14 @@ from penstock.checkpoint.manifest import Checkpoint
 from penstock.distributed.rank_group import RankGroup, single_rank
 from penstock.engine.engine import Engine
 from penstock.engine.loss import LossFunction
+from penstock.engine.model_source import adapter_of, inspect_model
 from penstock.engine.plan_choice import (
     PlanChoice,
     budget_paths,
     clear_budget_paths,
     plan_request,
 )
-from penstock.engine.prepare import adapter_of, inspect_model, prepare
+from penstock.engine.prepare import prepare
 from penstock.engine.rank_agreement import all_or_none
 from penstock.errors import RecordError, SettingsError, WorkloadError
 from penstock.integrations.config import PenstockConfig

@@ -196,7 +196,7 @@ def _check_adapter(folder: Path, part: Part) -> None:
 
 def _check_model(folder: Path, part: Part) -> None:
     """Compare the headers of the weights with the config."""
-    from penstock.engine.prepare import check_weights
+    from penstock.engine.model_source import check_weights
     from penstock.model.config import load_config
     from penstock.model.survey import survey_config
 

@@ -64,7 +64,7 @@ def load_model(settings: Settings, checkpoint: Path | None) -> ModelSource:
     A resumed run reads them from its checkpoint: the original model may be gone. The checkpoints of
     an adapter have no frozen weights, and no config: both are those of the original model.
     """
-    from penstock.engine.prepare import inspect_model
+    from penstock.engine.model_source import inspect_model
     from penstock.model.freeze import check_freeze
     from penstock.model.meta_model import check_trainable
 

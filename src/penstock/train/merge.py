@@ -15,7 +15,7 @@ from penstock.checkpoint.merged_weights import MergedWeights
 from penstock.checkpoint.model_files import copy_model_files
 from penstock.checkpoint.record_files import record_model
 from penstock.checkpoint.writer import Progress, ShardWriter, TensorOut
-from penstock.engine.prepare import model_directory, model_files_of
+from penstock.engine.model_source import model_directory, model_files_of
 from penstock.errors import SettingsError
 from penstock.generate.load import find_weights, missing_base_explained
 from penstock.model.hub import check_name

@@ -81,7 +81,7 @@ def _is_moved(former: str, given: str) -> bool:
 
 def _may_be_moved(former: str, settings: Settings, point: ResumePoint) -> bool:
     """Return whether a directory may be the run's model, which is not where it was."""
-    from penstock.engine.prepare import inspect_model
+    from penstock.engine.model_source import inspect_model
 
     given = settings.model.model
     if Path(former).exists() or not Path(given).is_dir():
