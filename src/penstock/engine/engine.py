@@ -677,7 +677,7 @@ class Engine:
     @property
     def held_without_gradient(self) -> set[str]:
         """Names of the head's trained tensors that no loss has depended on since the update."""
-        # Of a gradient that came too late, `apply` tells.
+        # `apply` reports a gradient that came too late.
         return set() if self._late_gradient else self._memory.held.without_gradient
 
     @property

@@ -58,7 +58,7 @@ class EngineOptions:
 
 
 class _Examined(NamedTuple):
-    """What is known of a model before memory is allocated."""
+    """The results of examining a model, before memory is allocated."""
 
     device: Device
     split_model: SplitModel
@@ -70,7 +70,7 @@ class _Examined(NamedTuple):
     key: str
     """The key of measured working memory in the user's cache."""
     measured: WorkingMemory | None
-    """What a rehearsal has measured; None without one."""
+    """The working memory that a rehearsal has measured; None without a rehearsal."""
 
 
 def open_engine(
@@ -414,11 +414,10 @@ def _take_over(live: LiveModel, engine: Engine, dtype: torch.dtype) -> None:
     """Drop the weights that the engine has copied from a live model, until they are restored."""
     from penstock.engine.restore import TRAINING
 
-    # The engine computes in `dtype`. Frozen weights of another type are kept: they come back as
-    # they were, not rounded.
-    # So are weights that the engine does not have: PEFT keeps the original of a trained copy.
+    # Two kinds of weights are kept, so that they come back as they were: frozen ones that the
+    # engine has rounded to `dtype` or quantized, and those that it does not have, such as the
+    # original of a module of which PEFT trains a copy.
     tensors = {t.name: t for block in engine.inventory.blocks for t in block.tensors}
-    # So do weights that the engine has quantized.
     rounded = (
         name
         for name, tensor in tensors.items()

@@ -320,9 +320,9 @@ class Mover:
             if has and role not in unread and not self._tiers.on_disk(op.block, role):
                 roles[role] = self._tiers.span(op.block, role)
         if unread:
-            none = self._memory.staging[:0]
+            no_bytes = self._memory.staging[:0]
             roles[Role.WEIGHT] = Span(
-                Role.WEIGHT, none, first + start, stop - start, self._tiers.formats
+                Role.WEIGHT, no_bytes, first + start, stop - start, self._tiers.formats
             )
         return roles, first + start, first + stop
 

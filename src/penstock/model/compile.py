@@ -206,7 +206,7 @@ def _kind(layer: nn.Module) -> Kind:
 
 
 def _function_key(value: Any, depth: int = 0) -> Any:
-    """Return what tells a function or a tensor from others; None for anything else.
+    """Return a key that distinguishes a function or a tensor from others; None for other values.
 
     Functions of equal code that hold equal values have equal keys: a caller who changes all layers
     in a loop makes a new function for each. `check_functions` refuses those that hold modules.
@@ -228,10 +228,10 @@ def _function_key(value: Any, depth: int = 0) -> Any:
 
 
 def _tensor_key(value: torch.Tensor) -> Any:
-    """Return what tells a tensor from others: its values, unless it is large.
+    """Return a key that equal tensors share, unless they are large.
 
-    Every layer of GPT-J has a table of positions of its own. By their identity, each layer would be
-    of another kind, and would be compiled separately.
+    Layers may each make a tensor with the same values, such as a scale. By identity, every layer
+    would be of another kind, and would be compiled separately.
     """
     if value.numel() > LARGE or value.is_meta:
         return id(value)
@@ -241,7 +241,7 @@ def _tensor_key(value: torch.Tensor) -> Any:
 
 
 def _held_key(value: Any, depth: int) -> Any:
-    """Return what tells a value that a function holds from others."""
+    """Return a key that distinguishes a value that a function holds from others."""
     if isinstance(value, nn.Module):
         return type(value)
     plain = _plain(value)
